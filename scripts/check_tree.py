@@ -116,7 +116,9 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case", "tokenway.bench.layer_case"}
-NEEDS_TORCH |= {f"tokenway.integrations.{name}" for name in ("expert_rows", "groups", "transformers_experts")}
+NEEDS_TORCH |= {
+    f"tokenway.integrations.{name}" for name in ("expert_rows", "groups", "rank_major", "transformers_experts")
+}
 
 
 def files_of(root: Path) -> list[Path]:

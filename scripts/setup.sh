@@ -27,8 +27,10 @@ run_packages=("numpy>=1.24" "ml_dtypes>=0.4" "cmake>=3.30" "ninja>=1.11" "rich>=
 lint_packages=("ruff==0.17.6" "clang-format==18.1.8")
 test_packages=("pytest>=8" "hypothesis>=6.100" "scikit-build-core>=0.11" "build>=1.2")
 torch_package="torch==2.13.0"
-framework_packages=("transformers==5.24.0" "psutil" "packaging")  # and accelerate's needs
-frameworks_without_needs=("accelerate==1.15.0")  # it would bring a PyTorch where one is borrowed
+# And what accelerate needs, and what importing FlashInfer does: it alone would bring gigabytes for GPUs, and accelerate a
+# PyTorch where one is borrowed.
+framework_packages=("transformers==5.24.0" "psutil" "packaging" "apache-tvm-ffi>=0.1.11,<0.2" "nvidia-ml-py" "requests")
+frameworks_without_needs=("accelerate==1.15.0" "flashinfer-python==0.7.2.post1")
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python
@@ -153,7 +155,7 @@ provide_frameworks() {
     missing="they need Python 3.11, and this is $("$python" -V)"
   elif ! install frameworks "${framework_packages[@]}" ||
     ! pip install --quiet --no-deps "${frameworks_without_needs[@]}"; then
-    missing="pip cannot install ${framework_packages[0]} and ${frameworks_without_needs[0]}"
+    missing="pip cannot install ${framework_packages[0]} and ${frameworks_without_needs[*]}"
   fi
   [[ -z $missing ]] && { stamp frameworks; return; }
   [[ $strict == 1 ]] && die "frameworks: $missing"

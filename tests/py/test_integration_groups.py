@@ -300,10 +300,10 @@ def test_what_cannot_be_said_of_sizes() -> None:
 
 IMPORTS = """
 import sys
-FRAMEWORKS = ("torch", "transformers", "accelerate")
-import tokenway, tokenway.integrations, tokenway.integrations.transformers
+FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer")
+import tokenway, tokenway.integrations, tokenway.integrations.flashinfer, tokenway.integrations.transformers
 print([name for name in FRAMEWORKS if name in sys.modules])
-import tokenway.integrations.groups, tokenway.integrations.transformers_experts
+import tokenway.integrations.rank_major, tokenway.integrations.transformers_experts
 print([name for name in FRAMEWORKS if name in sys.modules])
 """
 
@@ -323,10 +323,14 @@ def test_no_framework_is_imported() -> None:
         ({"torch": "2.13.0", "transformers": "5.23.9"}, r"^transformers 5\.23\.9 is installed; needed is .*5\.24 on"),
         ({"torch": "2.13.0", "transformers": "5.25.0"}, r"^transformers 5\.25\.0 is installed; .*before 5\.25"),
         ({"torch": "2.13.0", "transformers": "6"}, r"^transformers 6 is installed; .*before 5\.25"),
+        ({}, r"^torch is not installed.*tokenway\[flashinfer\]'"),
+        ({"torch": "2.7.0"}, r"^flashinfer-python is not installed; needed is .* from 0\.7\.2 on, before 0\.7\.3"),
+        ({"torch": "2.7.0", "flashinfer-python": "0.7.1.post2"}, r"^flashinfer-python 0\.7\.1\.post2 is installed"),
+        ({"torch": "2.7.0", "flashinfer-python": "0.8.0"}, r"^flashinfer-python 0\.8\.0 is installed"),
     ],
 )
 def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
-    from tokenway.integrations import transformers
+    from tokenway.integrations import flashinfer, transformers
 
     def version(package: str) -> str:
         if package not in versions:
@@ -334,7 +338,7 @@ def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
         return versions[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    said(caught(transformers.register), "twUnsupported", told)
+    said(caught((flashinfer if "flashinfer" in told else transformers).register), "twUnsupported", told)
 
 
 def test_versions_that_are_supported(monkeypatch) -> None:
@@ -343,3 +347,5 @@ def test_versions_that_are_supported(monkeypatch) -> None:
     for found in ("5.24", "5.24.0", "5.24.7+local", "5.24.1.dev0"):
         monkeypatch.setattr(importlib.metadata, "version", lambda package, found=found: found)
         supported.check("transformers", "5.24", "5.25", "transformers")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.7.2.post1")
+    supported.check("flashinfer-python", "0.7.2", "0.7.3", "flashinfer")

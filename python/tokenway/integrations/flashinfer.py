@@ -1,0 +1,96 @@
+"""FlashInfer: its expert-parallel communication through Tokenway, by FlashInfer's own registry.
+
+    from tokenway.integrations import flashinfer as tokenway_flashinfer
+
+    tokenway_flashinfer.register()
+    comm = create_communication(BootstrapConfig(world_size, rank), params, "tokenway")  # on every rank
+    received = comm.dispatch(hidden_states, topk_ids, topk_weights)
+    out = comm.combine(experts(received))
+
+docs/FRAMEWORKS.md says what works, and what ranks must do alike.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tokenway.integrations import supported
+
+LEAST, BELOW, LEAST_TORCH = "0.7.2", "0.7.3", "2.7"
+
+
+def register(name: str = "tokenway") -> type:
+    """Makes `name` a communication of FlashInfer's in this process, for `create_communication` and for
+    `MoEEpLayer(..., backend=SplitConfig(comm=name))`. Not collective. Returns the class that is registered.
+
+    It takes the options timeout (seconds after which a late rank is an error, default 100) and device ("cpu", or by
+    default the CUDA device that the bootstrap names, if there are any). To create one is collective among the ranks of
+    the bootstrap's process group, or of the default one; all of one process group, with the same experts, top_k and
+    invalid id, share a group and its window, so that one dispatch and its combine end before another begins. Errors:
+    Unsupported, which names the versions, where FlashInfer or PyTorch is missing, too old or too new."""
+    supported.check("torch", LEAST_TORCH, None, "flashinfer")
+    supported.check("flashinfer-python", LEAST, BELOW, "flashinfer")
+    from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
+
+    @register_communication(name)
+    class TokenwayCommunication(MoEEpCommunication):
+        """Rows by source rank, each token once to each of its ranks; sums over ranks in their order, float32."""
+
+        def __init__(self, bootstrap: Any, params: Any, *, timeout: float | None = None, device: Any = None):
+            super().__init__(bootstrap, params)
+            from tokenway.integrations.rank_major import RankMajor
+
+            shared = _shared(bootstrap, params, timeout, device)
+            row = params.dispatch_bytes_per_token
+            self.exchange = RankMajor(shared, params.max_tokens_per_rank, params.token_dtype, params.hidden_size, row)
+
+        @classmethod
+        def is_platform_supported(cls) -> bool:
+            """Everywhere: where devices do not reach each other, creating one says so, on all ranks."""
+            return True
+
+        def dispatch(
+            self,
+            hidden_states: Any,
+            topk_ids: Any,
+            topk_weights: Any = None,
+            *,
+            hidden_states_scale: Any = None,
+            max_tokens_per_rank: int | None = None,
+            eplb_local_stats: Any = None,
+        ) -> Any:
+            """As FlashInfer documents it; eplb_local_stats are not gathered."""
+            if eplb_local_stats is not None:
+                raise NotImplementedError("eplb_local_stats are given, and Tokenway gathers none beside a dispatch")
+            given = hidden_states, topk_ids, topk_weights, hidden_states_scale, max_tokens_per_rank
+            received = self.exchange.dispatch(*given)
+            scales = None if hidden_states_scale is None else received.payloads["scales"].flatten(0, 1)
+            return MoEEpDispatchResult(
+                hidden_states=received.tokens.flatten(0, 1),
+                topk_ids=received.ids.flatten(0, 1),
+                topk_weights=None if topk_weights is None else received.weights.flatten(0, 1),
+                tokens_per_rank=received.tokens.shape[1],
+                hidden_states_scale=scales,
+            )
+
+        def combine(self, expert_output: Any, *, output: Any = None) -> Any:
+            """As FlashInfer documents it."""
+            return self.exchange.combine(expert_output.view(-1, self.params.hidden_size), output)
+
+    return TokenwayCommunication
+
+
+def _shared(bootstrap: Any, params: Any, timeout: float | None, device: Any) -> Any:
+    """The group of all communications like this one. Not collective."""
+    import torch
+
+    from tokenway.integrations import groups
+
+    if device is None and torch.cuda.is_available():
+        index = bootstrap.device
+        index = int(os.environ.get("LOCAL_RANK", bootstrap.rank)) if index is None else index  # as FlashInfer finds it
+        device = torch.device("cuda", index)
+    return groups.of(bootstrap.process_group, device=device, timeout=timeout).shared(
+        experts=params.num_experts, top_k=params.top_k, id_space="global", invalid_id=params.invalid_expert_id
+    )

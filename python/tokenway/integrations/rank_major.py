@@ -1,0 +1,81 @@
+"""The exchange of one step after the other in rank_major, for frameworks that hold one object for each set of ranks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenway as tw
+from tokenway.integrations.groups import SharedGroup
+from tokenway.pytorch import gradients
+
+SCALES = "scales"  # the payload beside a row's values
+
+
+class RankMajor:
+    """A dispatch and its combine, then the next: rows by source, and a sum for each row back.
+
+    shared: of the mode "low_latency"; group: its settings say which ids are received. max_tokens: of a rank in a step,
+    the same on all ranks. dtype, hidden: of the rows that experts return. dispatch_bytes: of a row that is sent, at
+    most, so that no later one makes the group grow; a larger one does. Making it is collective."""
+
+    def __init__(self, shared: SharedGroup, max_tokens: int, dtype: torch.dtype, hidden: int, dispatch_bytes: int):
+        self.shared, self.max_tokens = shared, max_tokens
+        self._dtype, self._hidden = dtype, hidden
+        self._handle: Any = None  # dispatched, not combined yet
+        self._view: Any = None  # ... and the group as its rows see it
+        size = max(dispatch_bytes, hidden * dtype.itemsize)
+        shared.with_room(tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden), max_tokens)
+
+    def dispatch(
+        self, tokens: Tensor, ids: Tensor, weights: Tensor | None, scales: Tensor | None, bound: int | None
+    ) -> Any:
+        """Sends rows [T, C] of any dtype, with scales [T, S] of any dtype beside them, to the ranks of their experts:
+        `tokenway.Received` in rank_major, views until the combine. ids: [T, K] int32 or int64, -1 for none; weights:
+        [T, K] of any floating dtype, None: 1. bound: of all ranks' T the largest, alike on all (None: max_tokens).
+
+        A step of all ranks; never waits for the device, and can be captured once rows of this type were sent. Errors:
+        as `Group.route` and `Group.dispatch`; peers hear of them at once. InvalidUsage before the combine of the last
+        one."""
+        if self._handle is not None:
+            raise tw.InvalidUsage("a dispatch follows another one without a combine between them")
+        beside = {} if scales is None else {SCALES: (scales.shape[1], scales.dtype)}
+        rows = tw.RowType(tokens.shape[1], tokens.dtype, beside, self._dtype, self._hidden)
+        self._view = view = self.shared.with_room(rows, self.max_tokens)
+        bound = self.max_tokens if bound is None else bound
+        with gradients.telling(lambda: view.refuse_dispatch("rank_major", bound)):
+            if not 1 <= bound <= self.max_tokens:
+                raise tw.InvalidArgument.of("bound", f"is {bound}; it must be from 1 to {self.max_tokens}")
+            handle = view.route(ids, None if weights is None else weights.float())
+        try:
+            received = view.dispatch(
+                handle, tokens, None if scales is None else {SCALES: scales}, layout="rank_major", bound=bound
+            )
+        except Exception:
+            _give_back(handle)
+            raise
+        self._handle = handle
+        return received
+
+    def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Sums rows [N, b, H] over ranks, where they came from: [T, H] of their dtype, or in out. Rows are weighted and
+        summed over the experts of this rank. A step of all ranks. Errors: as `Group.combine`, after which another
+        dispatch may follow; InvalidUsage without a dispatch."""
+        if self._handle is None:
+            raise tw.InvalidUsage("a combine comes without a dispatch before it")
+        handle, self._handle = self._handle, None
+        try:
+            return self._view.combine(handle, rows, dtype=rows.dtype, out=out)
+        except Exception:
+            _give_back(handle)
+            raise
+
+
+def _give_back(handle: Any) -> None:
+    """The lane, on all ranks alike, so that the next call finds one."""
+    if handle.leased:
+        with suppress(tw.TokenwayError):
+            handle.release()

@@ -1,0 +1,256 @@
+"""FlashInfer's communication through Tokenway: its contract, kept by two ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import need
+from harness import HANGS, PATIENT, said
+from transformers_ranks import programs_of
+
+import tokenway as tw
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+PINNED = "0.7.2.post1"
+EXPERTS, TOP_K, HIDDEN, MOST, INVALID = 6, 3, 32, 8, 77
+# name: (tokens of each rank, dtype of rows, dtype and number of scales, bound, weights, of ids)
+CASES: dict[str, tuple[tuple[int, int], str, tuple[str, int] | None, int | None, bool, str]] = {
+    "float32": ((5, 3), "float32", None, None, True, "int32"),
+    "bfloat16": ((8, 8), "bfloat16", None, 8, True, "int64"),
+    "a bound": ((2, 4), "bfloat16", None, 4, True, "int32"),
+    "no tokens": ((0, 3), "bfloat16", None, 3, True, "int32"),
+    "none at all": ((0, 0), "bfloat16", None, 1, True, "int32"),
+    "no weights": ((3, 1), "float32", None, None, False, "int64"),
+    "fp8 and scales": ((4, 6), "float8_e4m3fn", ("float32", 2), None, True, "int32"),
+    "packed nvfp4": ((4, 6), "uint8", ("float8_e4m3fn", 2), None, True, "int32"),
+}
+
+
+def batch(case: str, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows [T, H] of whole numbers, ids [T, K] with some of -1, weights) of a rank."""
+    count, rng = CASES[case][0][rank], np.random.default_rng([rank, len(case)])
+    ids = np.argsort(rng.random((count, EXPERTS)))[:, :TOP_K]
+    ids[::3, 1] = -1
+    weights = rng.integers(1, 4, (count, TOP_K)) if CASES[case][4] else np.ones((count, TOP_K))
+    return rng.integers(-4, 5, (count, HIDDEN)), ids, weights
+
+
+def exchanged(comm: Any, case: str, rank: int) -> dict[str, Any]:
+    """What a rank receives, and what it gets back: expert e multiplies by e + 1."""
+    import torch
+
+    _, dtype, scaled, bound, weighted, id_dtype = CASES[case]
+    rows, ids, weights = (torch.from_numpy(x) for x in batch(case, rank))
+    values = rows.to(getattr(torch, dtype)) if dtype != "uint8" else rows[:, ::2].to(torch.uint8)
+    scales = rows[:, : scaled[1]].float().to(getattr(torch, scaled[0])) if scaled else None
+    came = comm.dispatch(
+        values,
+        ids.to(getattr(torch, id_dtype)),
+        weights.float() if weighted else None,
+        hidden_states_scale=scales,
+        max_tokens_per_rank=bound,
+    )
+    first = rank * comm.num_local_experts
+    here = (came.topk_ids >= first) & (came.topk_ids < first + comm.num_local_experts)
+    factors = torch.where(here, (came.topk_ids + 1) * (1 if came.topk_weights is None else came.topk_weights), 0)
+    told = came.hidden_states.view(torch.uint8) if dtype.startswith("float8") else came.hidden_states
+    used = came.topk_ids != INVALID  # a row that has a token has a choice that is somebody's
+    found = {
+        "rows": torch.where(used.any(1, keepdim=True), told.float(), 0).numpy(),
+        "ids": came.topk_ids.numpy().copy(),
+        "weights": None if came.topk_weights is None else came.topk_weights.numpy().copy(),
+        "scales": None if scales is None else came.hidden_states_scale.float().numpy().copy(),
+        "shape": (came.tokens_per_rank, len(came.hidden_states), str(came.topk_ids.dtype)),
+    }
+    made = torch.zeros(len(told), HIDDEN, dtype=comm.params.token_dtype)
+    known = came.hidden_states if dtype != "uint8" else came.hidden_states.repeat_interleave(2, dim=1)
+    made[used.any(1)] = (known.float() * factors.sum(1, keepdim=True))[used.any(1)].to(made.dtype)
+    out = comm.combine(made if case != "a bound" else made.view(2, came.tokens_per_rank, HIDDEN))
+    return found | {"out": out.float().numpy(), "buffer": comm.get_combine_input_buffer(made.dtype)}
+
+
+def judge(case: str, ranks: list[dict[str, Any]]) -> None:
+    counts, dtype, scaled, bound, weighted, _ = CASES[case]
+    b = MOST if bound is None else bound
+    batches = [batch(case, source) for source in range(2)]
+    for rank, found in enumerate(ranks):
+        assert found["shape"] == (b, 2 * b, "torch.int32") and found["buffer"] is None
+        for source, (rows, ids, weights) in enumerate(batches):
+            goes = [t for t in range(counts[source]) if ((ids[t] >= 0) & (ids[t] // 3 == rank)).any()]
+            block = slice(source * b, source * b + len(goes))
+            assert np.array_equal(np.where(found["ids"][block] == INVALID, -1, found["ids"][block]), ids[goes])
+            assert (found["ids"][source * b + len(goes) : (source + 1) * b] == INVALID).all()
+            if weighted:
+                mine = ids[goes] >= 0
+                assert np.array_equal(found["weights"][block][mine], weights[goes][mine])
+            else:
+                assert found["weights"] is None
+            if dtype in ("float32", "bfloat16"):
+                assert np.array_equal(found["rows"][block], rows[goes])
+            if scaled:
+                assert np.array_equal(found["scales"][block], rows[goes][:, : scaled[1]])
+        rows, ids, weights = batches[rank]
+        whole = rows if dtype != "uint8" else np.repeat(rows[:, ::2].astype(np.uint8), 2, axis=1)
+        factor = np.where(ids >= 0, weights * (ids + 1), 0).sum(1, keepdims=True)
+        assert np.allclose(found["out"], whole * factor, rtol=2**-7)  # each rank's part is rounded once
+
+
+# name: (text of a file, what a later hand may make of it, the case whose test must fail)
+MUTATIONS = {
+    "a row off by one": ("received.tokens.flatten(0, 1)", "received.tokens.flatten(0, 1).roll(1, 0)", "bfloat16"),
+    "weights 2 % off": ("received.weights.flatten(0, 1)", "received.weights.flatten(0, 1) * 1.02", "float32"),
+    "ids off by one rank": (
+        "given = hidden_states, topk_ids,",
+        "given = hidden_states, (topk_ids + 3) % 6 * (topk_ids >= 0) - 1 * (topk_ids < 0),",
+        "no weights",
+    ),
+    "ids of this rank": ('id_space="global"', 'id_space="local"', "float32"),
+    "no bound": ("hidden_states_scale, max_tokens_per_rank\n", "hidden_states_scale, None\n", "a bound"),
+}
+
+
+def mutant(old: str, new: str) -> Any:
+    """The adapter whose source says `new` where it says `old`."""
+    from tokenway.integrations import flashinfer
+
+    text = Path(flashinfer.__file__).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"the adapter holds the text to change {text.count(old)} times, not once: {old}"
+    made = types.ModuleType("mutant")
+    exec(compile(text.replace(old, new), "mutant", "exec"), made.__dict__)
+    return made
+
+
+def attempt(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def refused(comm: Any, rank: int) -> list[Any]:
+    """What ranks are told of wrong calls; after each of them the right ones go on."""
+    import torch
+
+    x, ids, weights = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
+    few = {"max_tokens_per_rank": 2}
+    told = [attempt(comm.combine, torch.zeros(2 * MOST, HIDDEN))]
+    comm.dispatch(x, ids, weights, **few)
+    told.append(attempt(comm.dispatch, x, ids, weights))
+    told.append(attempt(lambda: comm.combine(torch.zeros(4, HIDDEN)).sum().item()))
+    told.append(attempt(lambda: comm.dispatch(x, ids, weights, eplb_local_stats=x)))
+    wrong = ids + 10 * rank  # on rank 1 there are no such experts
+    told.append(attempt(lambda: comm.dispatch(x, wrong, weights, **few)))
+    told.append(attempt(lambda: comm.dispatch(x, ids, weights, max_tokens_per_rank=2 if rank == 0 else MOST + 1)))
+    comm.dispatch(x, ids, weights, **few)
+    told.append(attempt(lambda: comm.combine(torch.zeros(4, HIDDEN) if rank == 0 else torch.zeros(3, HIDDEN))))
+    return told
+
+
+def rank_main(store: str) -> Any:
+    import torch
+    import torch.distributed as dist
+    from flashinfer.moe_ep import (
+        BootstrapConfig,
+        MoEEpCommParams,
+        available_communication_backends,
+        create_communication,
+    )
+
+    from tokenway.integrations import flashinfer, groups
+
+    rank = int(os.environ["TOKENWAY_RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    bootstrap = BootstrapConfig(world_size=2, rank=rank)
+
+    def created(adapter: Any, dtype: torch.dtype, name: str = "tokenway") -> Any:
+        adapter.register(name)
+        params = MoEEpCommParams(EXPERTS, TOP_K, MOST, HIDDEN, dtype, invalid_expert_id=INVALID)
+        return create_communication(bootstrap, params, name, timeout=PATIENT)
+
+    def steps() -> int:
+        return sum(shared.steps for peers in groups.living() for shared in peers.groups.values())
+
+    of = {dtype: created(flashinfer, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    found: dict[str, Any] = {"backends": available_communication_backends()}
+    for case, (_, dtype, *_) in CASES.items():
+        before = steps()
+        found[case] = exchanged(of.get(dtype, of["bfloat16"]), case, rank) | {"steps": steps() - before}
+    found["groups"] = [len(peers.groups) for peers in groups.living()]
+    names: dict[str, Any] = {}
+    (program,) = programs_of("FlashInfer")
+    exec(program, names)
+    of_guide = names["step"](bootstrap, *(torch.from_numpy(x) for x in batch("float32", rank)))
+    found["guide"] = of_guide.float().numpy()
+    found["refused"] = refused(of["float32"], rank)
+    found["after"] = exchanged(of["float32"], "float32", rank)
+    for mutation, (old, new, case) in MUTATIONS.items():
+        comm = created(mutant(old, new), getattr(torch, CASES[case][1]), "mutant")
+        found[mutation] = attempt(exchanged, comm, case, rank)
+    for comm in of.values():
+        comm.destroy()
+    groups.close()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    try:
+        found = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    need(found == PINNED, f"flashinfer-python {PINNED} (here: {found})")
+    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flashinfer") / "store"), timeout=HANGS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_sums(ran, case) -> None:
+    """Received rows are by source, each token once, with all its ids; sums come back."""
+    judge(case, [found[case] for found in ran])
+    assert all(found[case]["steps"] == 2 for found in ran)
+
+
+def test_one_group_serves_all(ran) -> None:
+    """Two communications, of two dtypes, and rows of four kinds."""
+    for found in ran:
+        assert found["groups"] == [1]
+        assert "tokenway" in found["backends"]
+
+
+def test_the_guide(ran) -> None:
+    """Its program, whose experts double what they get."""
+    for rank, found in enumerate(ran):
+        rows, ids, weights = batch("float32", rank)
+        assert np.array_equal(found["guide"], 2 * rows * np.where(ids >= 0, weights, 0).sum(1, keepdims=True))
+
+
+def test_what_is_refused(ran) -> None:
+    for rank, found in enumerate(ran):
+        alone, twice, combined, stats, wrong, bound, rows = found["refused"]
+        said(alone, "InvalidUsage", "a combine comes without a dispatch before it")
+        said(twice, "InvalidUsage", "a dispatch follows another one without a combine")
+        assert combined == 0
+        said(stats, "NotImplementedError", "eplb_local_stats")
+        for told, sentence in ((wrong, r"ids\[0, 0\]"), (bound, "^bound is 9; it must be from 1 to 8"), (rows, "rows")):
+            said(told, *(("InvalidArgument", sentence) if rank == 1 else ("PeerRefused", "rank 1")))
+    judge("float32", [found["after"] for found in ran])
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(ran, mutation) -> None:
+    """An adapter that is wrong fails the test of its case."""
+    outcomes = [found[mutation] for found in ran]
+    if not all(isinstance(each, dict) for each in outcomes):
+        assert not any("the adapter holds the text" in str(each) for each in outcomes), outcomes
+        return  # it cannot even run
+    with pytest.raises(AssertionError):
+        judge(MUTATIONS[mutation][2], outcomes)
