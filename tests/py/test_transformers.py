@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import need
 from harness import AT_ONCE, HANGS, said
-from transformers_ranks import EXPERTS, LAYERS, MODELS, MUTATIONS, NEW, WAYS, rank_main
+from transformers_ranks import EXPERTS, LAYERS, MODELS, MUTATIONS, NEW, WAYS, four_ranks, two_ranks
 
 import tokenway as tw
 
@@ -24,15 +24,20 @@ STEPS = 2 * LAYERS  # of a forward pass: a dispatch and a combine in each layer
 
 
 @pytest.fixture(scope="module")
-def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has found, and rank 0's last words."""
+def pinned(torch: Any) -> None:
+    """Skips without the version that these tests are for."""
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     need(found == PINNED, f"transformers {PINNED} (here: {found})")
+
+
+@pytest.fixture(scope="module")
+def ran(pinned: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found, and rank 0's last words."""
     folder = tmp_path_factory.mktemp("transformers")
-    with tw.Ranks(rank_main, 2, str(folder)) as ranks:
+    with tw.Ranks(two_ranks, 2, str(folder)) as ranks:
         outcomes = ranks.wait(2 * HANGS)
     assert outcomes[0] is not None and outcomes[0].ok, outcomes
     parts = [pickle.loads((folder / f"found-{rank}").read_bytes()) for rank in range(2)]
@@ -115,6 +120,14 @@ def test_inference(ran, name, way) -> None:
 def test_training(ran, name, way) -> None:
     """Gradients of all parameters; with FSDP those of the mean of both ranks' losses."""
     judge_training(of(ran, f"training {name} {way}"))
+
+
+@pytest.mark.long
+def test_two_batches_of_two_ranks_each(pinned, tmp_path) -> None:
+    """Experts over four ranks, tensor-parallel attention over two, FSDP over these."""
+    ran = tw.run(four_ranks, 4, str(tmp_path), timeout=2 * HANGS)
+    judge_inference(of(ran, "inference qwen3 both"))
+    judge_training(of(ran, "training qwen3 both"))
 
 
 def test_checkpoints(ran) -> None:

@@ -17,6 +17,7 @@ from harness import PATIENT, caught
 
 MODELS = ("qwen3", "mixtral")
 WAYS = ("tp", "fsdp")
+SIZES = {"tp": {"tp_size": 2}, "fsdp": {"fsdp_size": 2}, "both": {"tp_size": 2, "fsdp_size": 2}}
 LAYERS, NEW, VOCABULARY = 2, 4, 64
 MOST = 32  # tokens of a rank, as is said where ranks have batches of their own
 GUIDE = Path(__file__).parents[2] / "docs" / "FRAMEWORKS.md"
@@ -49,24 +50,26 @@ def make_checkpoints(folder: Path) -> None:
 
 
 def load(folder: Path, name: str, way: str | None, **settings: Any) -> Any:
-    """A model on one rank, or over both of them: "tp", a batch that both hold, "fsdp", a batch for each."""
+    """A model on one rank, or over two of them: "tp", a batch that both hold, "fsdp", a batch for each; or over four,
+    "both"."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     if way is not None:
-        sizes = {"tp_size": 2} if way == "tp" else {"fsdp_size": 2}
-        config = DistributedConfig(**sizes, ep_size=2, ep_implementation=settings.pop("implementation", "tokenway"))
+        sizes = SIZES[way] | {"ep_size": 4 if way == "both" else 2}
+        config = DistributedConfig(**sizes, ep_implementation=settings.pop("implementation", "tokenway"))
         settings["distributed_config"] = config
     settings.setdefault("dtype", torch.float32)
     return AutoModelForCausalLM.from_pretrained(folder / name, **settings).eval()
 
 
 def tokens(rank: int, way: str, sequences: int | None = None, length: int | None = None) -> Any:
-    """A batch [S, length] of ids: the same on both ranks for "tp", for "fsdp" another one for each, of another size."""
+    """A batch [S, length] of ids: the same on both ranks for "tp", for "fsdp" another one for each, of another size,
+    and for "both" each of these on two ranks."""
     import torch
 
-    of = rank if way == "fsdp" else 0
+    of = {"tp": 0, "fsdp": rank, "both": rank // 2}[way]
     shape = sequences or (2, 1)[of], length or (7, 5)[of]
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(11 + of))
 
@@ -114,9 +117,11 @@ class Parts:
     def watch(self, model: Any) -> None:
         """Notes of what experts are given: how many rows, and whether ids and weights are as they are promised."""
         for exchange in map(exchange_of, model.model.layers):
+            nowhere = exchange._local_experts
 
-            def watched(rows: Any, ids: Any, weights: Any, kept: Any = exchange._compute) -> Any:
-                nowhere = 8 // 2 if model.config.model_type == "qwen3_moe" else 4 // 2
+            def watched(
+                rows: Any, ids: Any, weights: Any, kept: Any = exchange._compute, nowhere: int = nowhere
+            ) -> Any:
                 right = ((ids >= 0) & (ids <= nowhere)).all() and (weights[ids == nowhere] == 0).all()
                 self.received.append((len(rows), bool(right)))
                 return kept(rows, ids, weights)
@@ -158,7 +163,7 @@ class Parts:
 
     def training(self, name: str, way: str, checkpoints: bool = False) -> dict[str, Any]:
         one, many = self.ones[name], self.many[name, way]
-        batches = [tokens(rank, way) for rank in ((0, 1) if way == "fsdp" else (0,))]
+        batches = [tokens(rank, way) for rank in {"tp": (0,), "fsdp": (0, 1), "both": (0, 2)}[way]]
         if checkpoints:
             many.activation_checkpointing_enable()
         many.train()
@@ -436,14 +441,15 @@ EXPERTS = [(way, counts, kind) for way in WAYS for counts, kind in (((5, 3), "an
 EXPERTS += [("fsdp", (0, 0), "any"), ("tp", (1, 1), "any"), ("tp", (0, 0), "any")]
 
 
-def rank_main(store: str) -> Any:
+def begun(store: str, names: tuple[str, ...], ways: tuple[str, ...]) -> Parts:
+    """The parts of this rank, and their models."""
     import torch
     import torch.distributed as dist
 
-    folder, rank = Path(store), int(os.environ["TOKENWAY_RANK"])
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    folder, rank, nranks = Path(store), int(os.environ["TOKENWAY_RANK"]), os.environ["TOKENWAY_NRANKS"]
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": nranks, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     torch.set_num_threads(1)  # ranks share the cores
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(nranks))
     from tokenway.integrations import transformers as adapter
 
     adapter.register(max_tokens=MOST, timeout=PATIENT)
@@ -451,11 +457,25 @@ def rank_main(store: str) -> Any:
         make_checkpoints(folder)
     dist.barrier()
     parts = Parts(folder, rank)
-    for name in MODELS:
+    for name in names:
         parts.ones[name] = load(folder, name, None, experts_implementation="eager")
-        parts.many |= {(name, way): load(folder, name, way) for way in WAYS}
+        parts.many |= {(name, way): load(folder, name, way) for way in ways}
     for model in parts.many.values():
         parts.watch(model)
+    return parts
+
+
+def four_ranks(store: str) -> dict[str, Any]:
+    parts = begun(store, ("qwen3",), ("both",))
+    parts.run("inference qwen3 both", parts.inference, "qwen3", "both")
+    parts.run("training qwen3 both", parts.training, "qwen3", "both")
+    return parts.found
+
+
+def two_ranks(store: str) -> Any:
+    import torch.distributed as dist
+
+    parts = begun(store, MODELS, WAYS)
     for name in MODELS:
         for way in WAYS:
             parts.run(f"inference {name} {way}", parts.inference, name, way)
