@@ -233,7 +233,8 @@ def test_a_process_that_ends(end: str) -> None:
 
 
 def test_a_group_is_not_made_in_a_capture(monkeypatch) -> None:
-    """Which would ask the other ranks. (The CPU captures nothing, so PyTorch is made to say that it does.)"""
+    """Which would ask the other ranks, nor by settings that cannot be told from others. (The CPU captures nothing, so
+    PyTorch is made to say that it does.)"""
     import torch
     import torch.distributed as dist
 
@@ -243,6 +244,8 @@ def test_a_group_is_not_made_in_a_capture(monkeypatch) -> None:
     try:
         shared = groups.of().shared(experts=2, top_k=1)
         small = tw.RowType(8, "float32")
+        places = [0, 0], [0, 1]
+        said(caught(groups.of().shared, experts=2, top_k=1, expert_map=places), "twInvalidArgument", "hashable")
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

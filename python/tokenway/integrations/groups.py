@@ -178,9 +178,13 @@ class Peers:
 
     def shared(self, *, experts: int, top_k: int, **settings: Any) -> SharedGroup:
         """The group of all layers that route alike. settings: further keywords of Group, hashable, but for what
-        `with_room` is given: rows, max_tokens and rooms. Not collective: the group is made where it is needed."""
+        `with_room` is given: rows, max_tokens and rooms. Not collective: the group is made where it is needed. Errors:
+        InvalidArgument for settings that are not hashable."""
         settings = {"experts": experts, "top_k": top_k, "timeout": self._timeout} | settings
-        key = frozenset(settings.items())
+        try:
+            key = frozenset(settings.items())
+        except TypeError as error:
+            raise tw.InvalidArgument(f"settings: {error}; places of experts are hashable as a Placement") from None
         shared = self.groups.get(key)
         if shared is None:
             shared = self.groups[key] = SharedGroup(self, settings)
