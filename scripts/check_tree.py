@@ -117,7 +117,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case", "tokenway.bench.layer_case"}
 NEEDS_TORCH |= {
-    f"tokenway.integrations.{name}" for name in ("expert_rows", "groups", "rank_major", "transformers_experts")
+    f"tokenway.integrations.{name}"
+    for name in ("by_expert", "expert_rows", "groups", "megatron_layer", "rank_major", "transformers_experts")
 }
 
 

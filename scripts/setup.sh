@@ -30,7 +30,7 @@ torch_package="torch==2.13.0"
 # And what accelerate needs, and what importing FlashInfer does: it alone would bring gigabytes for GPUs, and accelerate a
 # PyTorch where one is borrowed.
 framework_packages=("transformers==5.24.0" "psutil" "packaging" "apache-tvm-ffi>=0.1.11,<0.2" "nvidia-ml-py" "requests")
-frameworks_without_needs=("accelerate==1.15.0" "flashinfer-python==0.7.2.post1")
+frameworks_without_needs=("accelerate==1.15.0" "flashinfer-python==0.7.2.post1" "megatron-core==0.16.1")
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python

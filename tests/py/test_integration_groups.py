@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,10 +304,10 @@ def test_what_cannot_be_said_of_sizes() -> None:
 
 IMPORTS = """
 import sys
-FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer")
-import tokenway, tokenway.integrations, tokenway.integrations.flashinfer, tokenway.integrations.transformers
+FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer", "megatron")
+import tokenway, tokenway.integrations.flashinfer, tokenway.integrations.megatron, tokenway.integrations.transformers
 print([name for name in FRAMEWORKS if name in sys.modules])
-import tokenway.integrations.rank_major, tokenway.integrations.transformers_experts
+import tokenway.integrations.by_expert, tokenway.integrations.rank_major, tokenway.integrations.transformers_experts
 print([name for name in FRAMEWORKS if name in sys.modules])
 """
 
@@ -330,10 +331,13 @@ def test_no_framework_is_imported() -> None:
         ({"torch": "2.7.0"}, r"^flashinfer-python is not installed; needed is .* from 0\.7\.2 on, before 0\.7\.3"),
         ({"torch": "2.7.0", "flashinfer-python": "0.7.1.post2"}, r"^flashinfer-python 0\.7\.1\.post2 is installed"),
         ({"torch": "2.7.0", "flashinfer-python": "0.8.0"}, r"^flashinfer-python 0\.8\.0 is installed"),
+        ({"torch": "2.7.0"}, r"^megatron-core is not installed; needed is .* from 0\.16\.1 on, before 0\.17"),
+        ({"torch": "2.7.0", "megatron-core": "0.16.0"}, r"^megatron-core 0\.16\.0 is installed"),
+        ({"torch": "2.7.0", "megatron-core": "0.17.0rc1"}, r"^megatron-core 0\.17\.0rc1 is installed"),
     ],
 )
 def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
-    from tokenway.integrations import flashinfer, transformers
+    from tokenway.integrations import flashinfer, megatron, transformers
 
     def version(package: str) -> str:
         if package not in versions:
@@ -341,7 +345,9 @@ def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
         return versions[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    said(caught((flashinfer if "flashinfer" in told else transformers).register), "twUnsupported", told)
+    begin = flashinfer.register if "flashinfer" in told else transformers.register
+    begin = partial(megatron.through_tokenway, None) if "megatron" in told else begin
+    said(caught(begin), "twUnsupported", told)
 
 
 def test_versions_that_are_supported(monkeypatch) -> None:

@@ -1,0 +1,50 @@
+"""The exchange around experts that take rows by expert, each with its weight, forward and backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional
+
+import tokenway as tw
+from tokenway import autograd
+from tokenway.integrations.groups import SharedGroup, Sizes
+from tokenway.pytorch import gradients
+
+
+class ByExpert:
+    """Tokens to their experts, and what experts make of them back and summed, in two calls.
+
+    shared: of the mode "high_throughput". sizes: what ranks know of each other's batches; how: in which words a user
+    gives them."""
+
+    def __init__(self, shared: SharedGroup, sizes: Sizes, how: str):
+        self.shared = shared
+        self._sizes, self._how = sizes, how
+
+    def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
+        """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
+        the layout grouped, of which the first `offsets[-1]` rows are used. Two steps of all ranks, and one in the
+        backward pass. On a CUDA device the host waits for the number of rows. Errors: those of `tokenway.autograd` and
+        `SharedGroup.with_room`; InvalidUsage without sizes; InvalidArgument for more tokens than were said."""
+        room = max(self._sizes.room(len(tokens), self._how), 1)
+        group = self.shared.with_room(tw.RowType(tokens.shape[1], tokens.dtype), room)
+        with gradients.telling(partial(group.refuse_routing, "grouped")):
+            self._sizes.check(len(tokens), self._how)
+            weights = weights.float()
+        return autograd.dispatch(group, tokens, ids, weights, layout="grouped")
+
+    @staticmethod
+    def combine(routed: autograd.Routed, rows: Tensor) -> Tensor:
+        """rows: what experts made of the rows that are used, weighted, [R, H] -> [T, H], summed over a token's experts.
+        A step of all ranks, and one in the backward pass. Errors: as `autograd.combine`."""
+        with gradients.telling(partial(gradients.refuse_combine, routed.handle)):
+            rows = functional.pad(rows, (0, 0, 0, len(routed.tokens) - len(rows)))
+        return autograd.combine(routed, rows)
+
+    @staticmethod
+    def telling(routed: autograd.Routed) -> AbstractContextManager[None]:
+        """Around experts: peers, which wait in the combine, are told where they raise."""
+        return gradients.telling(partial(gradients.refuse_combine, routed.handle))

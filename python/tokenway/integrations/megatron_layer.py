@@ -1,0 +1,99 @@
+"""Megatron's MoE layer with a dispatcher of Tokenway's. `tokenway.integrations.megatron` says how it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+import tokenway as tw
+from tokenway.integrations import groups
+from tokenway.integrations.by_expert import ByExpert
+
+_HOW = "tokenway.integrations.megatron.through_tokenway(spec, max_tokens=...) or (equal=True)"
+# What Megatron has its dispatchers do, and this one does not.
+_REFUSED = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization")
+
+
+class TokenwayMoELayer(MoELayer):
+    """An MoELayer whose `token_dispatcher` is Tokenway's. sizes: what ranks know of each other's batches, None: as the
+    config says; timeout: in seconds. Errors: Unsupported for settings that it does not follow."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        sizes: groups.Sizes | None = None,
+        timeout: float | None = None,
+    ):
+        pg_collection = get_default_pg_collection() if pg_collection is None else pg_collection
+        given = [name for name in _REFUSED if getattr(config, name, None)]
+        if given:
+            raise tw.Unsupported(f"{' and '.join(given)} must not be set: Tokenway's dispatcher does not do it")
+        if pg_collection.expt_tp.size() > 1:
+            told = f"expert_tensor_parallel_size is {pg_collection.expt_tp.size()}; it must be 1: experts stay whole"
+            raise tw.Unsupported(told)
+        super().__init__(config, submodules, layer_number, pg_collection)
+        sizes = groups.Sizes(equal=not config.variable_seq_lengths) if sizes is None else sizes
+        self.token_dispatcher = Dispatcher(config, pg_collection, sizes, timeout)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> Any:
+        """As Megatron's, but that peers hear of it where experts raise."""
+        with ByExpert.telling(self.token_dispatcher.routed):
+            return super().routed_experts_compute(hidden_states, probs)
+
+
+class Dispatcher(MoETokenDispatcher):
+    """Rows by expert, each with its probability, and sums back. Keeps what is between its calls, as Megatron's do: a
+    layer calls them in turn."""
+
+    def __init__(self, config: Any, pg_collection: Any, sizes: groups.Sizes, timeout: float | None):
+        super().__init__(config, pg_collection)
+        self._sizes, self._timeout = sizes, timeout
+        self._exchange: ByExpert | None = None  # until the first call, which knows the device
+        self._shape: torch.Size | None = None
+        self._ids: Tensor | None = None
+        self.routed: Any = None
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, B, H], [T, E] bool, [T, E] -> tokens [T, H], probs [T, K]. Local."""
+        self._shape = hidden_states.shape
+        chosen = routing_map.int().topk(self.config.moe_router_topk, dim=1).indices.sort(dim=1).values
+        self._ids = torch.where(routing_map.gather(1, chosen), chosen, -1)
+        return hidden_states.reshape(-1, self._shape[-1]), probs.gather(1, chosen)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """To the experts' ranks: two steps of the expert-parallel group."""
+        if self._exchange is None:
+            peers = groups.of(self.ep_group, device=hidden_states.device, timeout=self._timeout)
+            experts, top_k = self.config.num_moe_experts, self.config.moe_router_topk
+            shared = peers.shared(experts=experts, top_k=top_k, mode="high_throughput")
+            self._exchange = ByExpert(shared, self._sizes, _HOW)
+        self.routed = self._exchange.dispatch(hidden_states, self._ids, probs)
+        return self.routed.tokens, self.routed.weights
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [R, H] by expert, how many each has, [L] int64 on the host, and their probabilities [R]."""
+        counts = self.routed.offsets.diff().long().cpu()
+        used = int(counts.sum())
+        return hidden_states[:used], counts, probs[:used]
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows go back as experts returned them."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """[R, H] -> [T, H], summed where tokens came from: a step of the expert-parallel group."""
+        routed, self.routed = self.routed, None
+        return ByExpert.combine(routed, hidden_states)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [S, B, H]."""
+        return hidden_states.view(self._shape)
