@@ -249,8 +249,6 @@ def test_what_is_refused(ran) -> None:
 def test_mutations_are_caught(ran, mutation) -> None:
     """An adapter that is wrong fails the test of its case."""
     outcomes = [found[mutation] for found in ran]
-    if not all(isinstance(each, dict) for each in outcomes):
-        assert not any("the adapter holds the text" in str(each) for each in outcomes), outcomes
-        return  # it cannot even run
+    assert all(isinstance(each, dict) for each in outcomes), outcomes
     with pytest.raises(AssertionError):
         judge(MUTATIONS[mutation][2], outcomes)

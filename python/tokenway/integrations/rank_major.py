@@ -11,6 +11,7 @@ from torch import Tensor
 import tokenway as tw
 from tokenway.integrations.groups import SharedGroup
 from tokenway.pytorch import gradients
+from tokenway.pytorch.typed_group import TypedGroup
 
 SCALES = "scales"  # the payload beside a row's values
 
@@ -27,6 +28,7 @@ class RankMajor:
         self._dtype, self._hidden = dtype, hidden
         self._handle: Any = None  # dispatched, not combined yet
         self._view: Any = None  # ... and the group as its rows see it
+        self._views: dict[Any, TypedGroup] = {}  # by the shape and dtype of rows and scales
         size = max(dispatch_bytes, hidden * dtype.itemsize)
         shared.with_room(tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden), max_tokens)
 
@@ -42,9 +44,7 @@ class RankMajor:
         one."""
         if self._handle is not None:
             raise tw.InvalidUsage("a dispatch follows another one without a combine between them")
-        beside = {} if scales is None else {SCALES: (scales.shape[1], scales.dtype)}
-        rows = tw.RowType(tokens.shape[1], tokens.dtype, beside, self._dtype, self._hidden)
-        self._view = view = self.shared.with_room(rows, self.max_tokens)
+        self._view = view = self._seen(tokens, scales)
         bound = self.max_tokens if bound is None else bound
         with gradients.telling(lambda: view.refuse_dispatch("rank_major", bound)):
             if not 1 <= bound <= self.max_tokens:
@@ -59,6 +59,17 @@ class RankMajor:
             raise
         self._handle = handle
         return received
+
+    def _seen(self, tokens: Tensor, scales: Tensor | None) -> TypedGroup:
+        """The group as such rows see it."""
+        beside = None if scales is None else (scales.shape[1], scales.dtype)
+        key = tokens.shape[1], tokens.dtype, beside
+        view = self._views.get(key)
+        if view is None or view.group is not self.shared.group:  # it was closed, and is made anew
+            payloads = None if beside is None else {SCALES: beside}
+            rows = tw.RowType(tokens.shape[1], tokens.dtype, payloads, self._dtype, self._hidden)
+            view = self._views[key] = self.shared.with_room(rows, self.max_tokens)
+        return view
 
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Sums rows [N, b, H] over ranks, where they came from: [T, H] of their dtype, or in out. Rows are weighted and
