@@ -156,6 +156,13 @@ def test_another_dtype(ran) -> None:
         assert each["same group"] and each["steps"] == 4
 
 
+def test_float16(ran) -> None:
+    """For inference; what is summed in training must have a wider range."""
+    for each in of(ran, "float16"):
+        close(each["found"], each["wanted"], within=2**-9)
+        said(each["told"], "twInvalidArgument", "dtype is float16; to train with it must be float32 or bfloat16")
+
+
 @pytest.mark.parametrize("given", EXPERTS, ids=str)
 def test_uneven_ranks(ran, given) -> None:
     """Ranks with other numbers of tokens, or none; choices of nobody; and a rank that receives nothing."""

@@ -221,6 +221,18 @@ class Parts:
         same = exchange_of(many.model.layers[0])._rows.shared is shared and shared.group is group
         return {"found": found, "wanted": wanted, "same group": same, "steps": shared.steps - before}
 
+    def float16(self) -> dict[str, Any]:
+        """Experts without gradients, and with them, which is refused."""
+        import torch
+
+        x, ids, weights = self.choices(0, 9)
+        given = x.half(), ids, weights.half()
+        with torch.no_grad():
+            settings = {"dtype": torch.float16, "experts_implementation": "eager"}
+            many, one = (load(self.folder, "qwen3", way, **settings) for way in ("tp", None))
+            found, wanted = (whole(model.model.layers[0].mlp.experts(*given)) for model in (many, one))
+        return {"found": found, "wanted": wanted, "told": caught(many.model.layers[0].mlp.experts, *given)[:2]}
+
     def shared_of(self, name: str, way: str) -> list[Any]:
         """The groups that a model's layers have."""
         layers = self.many[name, way].model.layers
@@ -484,6 +496,7 @@ def two_ranks(store: str) -> Any:
     parts.run("implementations", parts.implementations, "qwen3")
     parts.run("longer", parts.longer)
     parts.run("bfloat16", parts.bfloat16)
+    parts.run("float16", parts.float16)
     for given in EXPERTS:
         parts.run(f"experts {given}", parts.experts, *given)
     parts.run("too many", parts.too_many)
