@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import need
+from frameworks import programs_of, steps
 from harness import HANGS, PATIENT, said
-from transformers_ranks import programs_of
 
 import tokenway as tw
 
@@ -174,9 +174,6 @@ def rank_main(store: str) -> Any:
         adapter.register(name)
         params = MoEEpCommParams(EXPERTS, TOP_K, MOST, HIDDEN, dtype, invalid_expert_id=INVALID)
         return create_communication(bootstrap, params, name, timeout=PATIENT)
-
-    def steps() -> int:
-        return sum(shared.steps for peers in groups.living() for shared in peers.groups.values())
 
     of = {dtype: created(flashinfer, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     found: dict[str, Any] = {"backends": available_communication_backends()}

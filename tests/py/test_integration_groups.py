@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frameworks import programs_of
 from harness import AT_ONCE, HANGS, PATIENT, caught, said
-from transformers_ranks import programs_of
 
 import tokenway as tw
 

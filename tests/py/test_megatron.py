@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import need
+from frameworks import programs_of, steps, whole
 from harness import AT_ONCE, HANGS, PATIENT, said
-from transformers_ranks import programs_of, whole
 
 import tokenway as tw
 
@@ -147,12 +147,6 @@ def run_case(adapter: Any, groups_alone: Any, case: str, rank: int) -> dict[str,
     wanted["rows"] = rows  # of both batches
     wanted["experts"] = [sum(pair) for pair in zip(*every, strict=True)]
     return {"found": found, "wanted": wanted, "dispatcher": type(layer.token_dispatcher).__name__}
-
-
-def steps() -> int:
-    from tokenway.integrations import groups
-
-    return sum(shared.steps for peers in groups.living() for shared in peers.groups.values())
 
 
 def judge(ranks: list[dict[str, Any]]) -> None:

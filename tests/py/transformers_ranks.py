@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import time
 import traceback
 import types
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from frameworks import programs_of, steps, whole
 from harness import PATIENT, caught
 
 MODELS = ("qwen3", "mixtral")
@@ -20,7 +20,6 @@ WAYS = ("tp", "fsdp")
 SIZES = {"tp": {"tp_size": 2}, "fsdp": {"fsdp_size": 2}, "both": {"tp_size": 2, "fsdp_size": 2}}
 LAYERS, NEW, VOCABULARY = 2, 4, 64
 MOST = 32  # tokens of a rank, as is said where ranks have batches of their own
-GUIDE = Path(__file__).parents[2] / "docs" / "FRAMEWORKS.md"
 
 
 def make_checkpoints(folder: Path) -> None:
@@ -72,19 +71,6 @@ def tokens(rank: int, way: str, sequences: int | None = None, length: int | None
     of = {"tp": 0, "fsdp": rank, "both": rank // 2}[way]
     shape = sequences or (2, 1)[of], length or (7, 5)[of]
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(11 + of))
-
-
-def whole(tensor: Any) -> Any:
-    """A gradient as NumPy has it; of one that ranks have a part each of, all of it: collective."""
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().float().numpy().copy()
-
-
-def steps() -> int:
-    """Of all groups of Tokenway's in this process."""
-    from tokenway.integrations import groups
-
-    return sum(shared.steps for peers in groups.living() for shared in peers.groups.values())
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -390,14 +376,6 @@ def through(module: Any, x: Any, ids: Any, weights: Any, nobody: int = -1) -> li
         (out * towards).sum().backward()
     module.zero_grad()
     return [whole(each) for each in (out, *(torch.zeros_like(t) if t.grad is None else t.grad for t in (x, leaf)))]
-
-
-def programs_of(heading: str) -> list[str]:
-    """The Python that a section of the guide shows."""
-    text = GUIDE.read_text(encoding="utf-8")
-    section = re.split(r"^## ", text, flags=re.MULTILINE)
-    (found,) = [part for part in section if part.startswith(f"{heading}\n")]
-    return re.findall(r"```python\n(.*?)```", found, re.DOTALL)
 
 
 def exchange_of(layer: Any) -> Any:
