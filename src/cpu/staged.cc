@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kMagic = 0x314d524643575431;
 constexpr std::chrono::milliseconds kRarely{1};    // calls look for posts no more often than this
 constexpr std::chrono::milliseconds kNotice{50};   // after so much waiting the peers are told how far this rank is
-constexpr std::chrono::milliseconds kGrace{200};   // time for what a rank that died has sent before to arrive
+constexpr std::chrono::milliseconds kGrace{200};   // time for what a rank that died or gave up has sent to arrive
 constexpr std::chrono::milliseconds kBroken{900};  // time for it to be known which rank broke a move
 
 enum Post { kAbortPost, kNoticePost };
@@ -341,6 +341,7 @@ Waited StagedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint
   const TimePoint began = std::chrono::steady_clock::now();
   TimePoint now = began;
   TimePoint dead_until = TimePoint::max();
+  TimePoint given_up_until = TimePoint::max();
   for (;;) {
     const auto look = advance_others(flight) ? kRarely : kLook;
     advance(*flight, std::clamp(milliseconds(deadline - now), 0, milliseconds(look)));
@@ -352,7 +353,12 @@ Waited StagedTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint
     }
     now = std::chrono::steady_clock::now();
     looked_ = {};
-    if (find_abort().kind != 0) return Wake::kAborted;
+    if (find_abort().kind != 0) {  // by a rank that may have come through the step, with all that it needs on its way
+      given_up_until = std::min({given_up_until, now + kGrace, deadline});
+      if (now >= given_up_until) return Wake::kAborted;
+      if (flight->stage == Stage::kFailed) std::this_thread::sleep_for(kRarely);
+      continue;
+    }
     const int dead = find_dead(step, at);
     if (flight->stage == Stage::kFailed) {
       if (dead >= 0) return {Wake::kDied, dead};

@@ -100,24 +100,40 @@ void CpuTransport::sleep(uint64_t offset, uint32_t step, TimePoint deadline) {
 int CpuTransport::find_dead(int peer, uint64_t offset, uint32_t step) const {
   for (int rank = 0; rank < ranks(); ++rank) {
     if (bootstrap_->alive(members_[rank])) continue;
-    const uint64_t signal =
-        offset + kSignalStride * static_cast<uint64_t>(rank) - kSignalStride * static_cast<uint64_t>(peer);
-    if (!reached(load(signal).step, step))
-      return rank;  // looked at after its death: its last act may have been this signal
+    // Looked at after its death: its last act may have been this signal.
+    if (!reached(load(signal_of(rank, peer, offset)).step, step)) return rank;
   }
   return -1;
 }
 
+// When a step ends because a rank has given the group up: the largest time if none has. At once, unless those that have
+// sent the step: they may have come through it and given up when they were done. Signals of others, which they had, may
+// still be on their way to this rank.
+TimePoint CpuTransport::given_up_at(int peer, uint64_t offset, uint32_t step) const {
+  TimePoint when = TimePoint::max();
+  for (int writer = 0; writer < ranks(); ++writer) {
+    if (abort_of(writer).kind == 0) continue;
+    if (writer == me_ || !reached(load(signal_of(writer, peer, offset)).step, step)) return TimePoint::min();
+    when = std::chrono::steady_clock::now() + grace_;
+  }
+  return when;
+}
+
 Waited CpuTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline) {
   if (spin(offset, step, deadline)) return Wake::kArrived;
+  TimePoint given_up = TimePoint::max();
   for (;;) {
     sleep(offset, step, deadline);
-    if (reached(load(offset).step, step)) return Wake::kArrived;
-    if (find_abort().kind != 0) return Wake::kAborted;
-    const int dead = find_dead(peer, offset, step);
-    if (dead >= 0) return {Wake::kDied, dead};
+    if (given_up == TimePoint::max()) given_up = given_up_at(peer, offset, step);
+    if (reached(load(offset).step, step)) return Wake::kArrived;  // looked at behind an abort, as behind a death
+    const TimePoint now = std::chrono::steady_clock::now();
+    if (given_up != TimePoint::max()) {  // so it has said who is to blame
+      if (now >= std::min(given_up, deadline)) return Wake::kAborted;
+    } else if (const int dead = find_dead(peer, offset, step); dead >= 0) {
+      return {Wake::kDied, dead};
+    }
     if (is_interrupted()) return Wake::kInterrupted;
-    if (std::chrono::steady_clock::now() >= deadline) return Wake::kLate;
+    if (now >= deadline) return Wake::kLate;
   }
 }
 

@@ -63,6 +63,10 @@ class CpuTransport {
   AbortSignal find_abort() const;
   AbortSignal abort_of(int writer) const;
 
+ protected:
+  // Time for what others have sent to arrive behind the abort of a rank that may have come through the step.
+  std::chrono::milliseconds grace_{200};
+
  private:
   static constexpr size_t kStreamedRow = 512;  // below this there are too few whole cache lines to pay
 
@@ -73,7 +77,12 @@ class CpuTransport {
     return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
   }
   bool spin(uint64_t offset, uint32_t step, TimePoint deadline) const;
+  // Where the signal of `rank` lies if peer's lies at `offset`.
+  static uint64_t signal_of(int rank, int peer, uint64_t offset) {
+    return offset + kSignalStride * static_cast<uint64_t>(rank) - kSignalStride * static_cast<uint64_t>(peer);
+  }
   int find_dead(int peer, uint64_t offset, uint32_t step) const;
+  TimePoint given_up_at(int peer, uint64_t offset, uint32_t step) const;
   void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
 
   std::vector<std::shared_ptr<Mapping>> windows_;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "cpu/transport.h"
@@ -345,6 +346,7 @@ TEST(EagerPeer, WeightedFromTheView) { run("dwdwddw", 4); }
 class Interrupted : public cpu::CpuTransport {
  public:
   using cpu::CpuTransport::CpuTransport;
+  using cpu::CpuTransport::grace_;
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
     cpu::CpuTransport::publish(peer, offset, signal, note);
     if (after) after(peer);
@@ -376,9 +378,9 @@ struct Trio {
   void send(int rank, uint32_t step) {
     publish_step(*ranks[rank], make_map(), {0, step}, Mode::kDispatch, kBound, [](int) { return 0; });
   }
-  StepEnd await(int rank, uint32_t step) {
+  StepEnd await(int rank, uint32_t step, TimePoint deadline = {}) {
     int32_t counts[kRanks];
-    return await_step(*ranks[rank], make_map(), {0, step}, Mode::kDispatch, kBound, {}, counts);
+    return await_step(*ranks[rank], make_map(), {0, step}, Mode::kDispatch, kBound, deadline, counts);
   }
 
   std::vector<std::unique_ptr<Bootstrap>> bootstraps;
@@ -407,6 +409,32 @@ TEST(EagerPeer, EveryWriterHasASignalOfItsOwn) {
   EXPECT_TRUE(looked);
   EXPECT_EQ(trio.await(1, 2).code, twSuccess);
   EXPECT_EQ(trio.await(2, 2).code, twSuccess);
+}
+
+// Rank 0 comes through a step and gives the group up while rank 2 still publishes it: rank 1 gets its data. One that
+// has not sent the step gives it up for all.
+TEST(EagerPeer, ARankThatIsThroughMayGiveUp) {
+  Trio trio;
+  trio.ranks[1]->grace_ = std::chrono::hours(1);
+  trio.send(0, 1);
+  trio.send(1, 1);
+  StepEnd end;
+  std::thread waiting;
+  trio.ranks[2]->after = [&](int peer) {
+    if (peer != 0) return;
+    EXPECT_EQ(trio.await(0, 1).code, twSuccess);
+    trio.ranks[0]->announce_abort({twPeerAborted, 0, 0});
+    waiting = std::thread([&] { end = trio.await(1, 1, std::chrono::steady_clock::now() + std::chrono::hours(1)); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // so that it is seen, if the machine is not slow
+  };
+  trio.send(2, 1);
+  ASSERT_TRUE(waiting.joinable());
+  waiting.join();
+  EXPECT_EQ(end.code, twSuccess);
+  trio.ranks[2]->after = {};
+  trio.send(1, 2);
+  trio.send(2, 2);
+  EXPECT_EQ(trio.await(1, 2).code, twExcluded) << "rank 0 has not sent step 2";
 }
 
 }  // namespace

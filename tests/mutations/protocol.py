@@ -271,7 +271,7 @@ PROTOCOL = (
         "S6",
         "sticky_test",
         "Sticky.WaitEndsWhenPeersGiveUp",
-        (Edit(TRANSPORT, "    if (find_abort().kind != 0) return Wake::kAborted;\n", ""),),
+        (Edit(TRANSPORT, "      if (now >= std::min(given_up, deadline)) return Wake::kAborted;\n", ""),),
     ),
     Mutation(
         "a wait sees the death of one rank only",

@@ -32,6 +32,7 @@ from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
 from fp8_combine import FP8_COMBINE
+from giving_up import GIVING_UP
 from leases import LEASES_MUTATIONS
 from mutation import Mutation
 from per_expert import PER_EXPERT
@@ -55,6 +56,7 @@ ALL = (
     + FP8_COMBINE
     + BIAS
     + APART
+    + GIVING_UP
     + PER_EXPERT
     + TOKEN_REPLICAS
 )
