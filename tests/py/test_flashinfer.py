@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,23 +135,77 @@ def attempt(function: Any, *args: Any) -> Any:
         return type(error).__name__, str(error)
 
 
-def refused(comm: Any, rank: int) -> list[Any]:
-    """What ranks are told of wrong calls; after each of them the right ones go on."""
+def refused(comm: Any) -> list[Any]:
+    """What ranks are told of calls that are wrong on both; after each of them the right ones go on."""
     import torch
 
     x, ids, weights = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
-    few = {"max_tokens_per_rank": 2}
     told = [attempt(comm.combine, torch.zeros(2 * MOST, HIDDEN))]
-    comm.dispatch(x, ids, weights, **few)
+    comm.dispatch(x, ids, weights)
     told.append(attempt(comm.dispatch, x, ids, weights))
-    told.append(attempt(lambda: comm.combine(torch.zeros(4, HIDDEN)).sum().item()))
+    told.append(attempt(comm.combine, torch.zeros(2 * MOST, HIDDEN)))
     told.append(attempt(lambda: comm.dispatch(x, ids, weights, eplb_local_stats=x)))
-    wrong = ids + 10 * rank  # on rank 1 there are no such experts
-    told.append(attempt(lambda: comm.dispatch(x, wrong, weights, **few)))
-    told.append(attempt(lambda: comm.dispatch(x, ids, weights, max_tokens_per_rank=2 if rank == 0 else MOST + 1)))
-    comm.dispatch(x, ids, weights, **few)
-    told.append(attempt(lambda: comm.combine(torch.zeros(4, HIDDEN) if rank == 0 else torch.zeros(3, HIDDEN))))
     return told
+
+
+# name: what rank 1 gives to a dispatch in place of what is right, and what it is told
+WRONG_DISPATCHES: dict[str, tuple[Any, str, str]] = {
+    "ids": (lambda x, ids, scales: {"ids": ids + 10}, "InvalidArgument", r"ids\[0, 0\]"),
+    "bound": (lambda x, ids, scales: {"bound": 9}, "InvalidArgument", "^bound is 9; it must be from 1 to 8"),
+    "tokens": (lambda x, ids, scales: {"x": x[0]}, "InvalidArgument", r"^tokens has shape \[32\]; it must have two"),
+    "scales": (lambda x, ids, scales: {"scales": scales[0]}, "InvalidArgument", r"^scales has shape \[3\]; it must"),
+    "dtype": (lambda x, ids, scales: {"x": x + 0j}, "InvalidArgument", "complex64"),
+    "statistics": (lambda x, ids, scales: {"stats": x}, "NotImplementedError", "eplb_local_stats"),
+}
+# ... and to a combine
+WRONG_ROWS: dict[str, tuple[tuple[int, ...], str]] = {
+    "rows": ((3, HIDDEN), "rows"),
+    "width": ((8, HIDDEN // 2), r"^rows has shape \[8, 16\]; it must be \[N, b, 32\] or"),  # as many elements
+    "dimensions": ((4 * HIDDEN,), r"^rows has shape \[128\]; it must be \[N, b, 32\] or"),
+}
+
+
+def wrong_alone(comm: Any, rank: int) -> dict[str, Any]:
+    """What ranks are told where rank 1 alone calls wrongly, or leaves a combine out as experts raise."""
+    import torch
+
+    x, ids, weights = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
+
+    def dispatch(x: Any = x, ids: Any = ids, scales: Any = None, bound: Any = 2, stats: Any = None) -> None:
+        given = {"hidden_states_scale": scales, "max_tokens_per_rank": bound, "eplb_local_stats": stats}
+        comm.dispatch(x, ids, weights, **given)
+
+    told: dict[str, Any] = {}
+    for name, (wrong, *_) in WRONG_DISPATCHES.items():
+        given = {"scales": torch.ones(2, 3)}
+        given |= wrong(x, ids, given["scales"]) if rank == 1 else {}
+        told[name] = attempt(partial(dispatch, **given))
+    for name, (shape, _) in WRONG_ROWS.items():
+        dispatch()
+        told[name] = attempt(comm.combine, torch.zeros((4, HIDDEN) if rank == 0 else shape))
+    dispatch()
+    told["left out"] = attempt(comm.combine, torch.zeros(4, HIDDEN)) if rank == 0 else attempt(dispatch)
+    if rank == 0:
+        told["next"] = attempt(dispatch)
+    dispatch()
+    columns = torch.arange(HIDDEN).float()[None, :, None].repeat(2, 1, 2)
+    told["not contiguous"] = attempt(lambda: comm.combine(columns.transpose(1, 2)).tolist())
+    return told
+
+
+def misplaced(create: Any, rank: int) -> list[Any]:
+    """What ranks are told of bootstraps that are not of the process group's ranks."""
+    import torch.distributed as dist
+    from flashinfer.moe_ep import BootstrapConfig
+
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    wrong = [
+        BootstrapConfig(world_size=1, rank=0),  # of two pairs of ranks, say
+        BootstrapConfig(world_size=2, rank=1 - rank),
+        BootstrapConfig(world_size=2, rank=rank, process_group=alone),
+        BootstrapConfig(world_size=2, rank=rank, nccl_comm=7),
+    ]
+    return [attempt(lambda given: repr(create(given)), each) for each in wrong]
 
 
 def rank_main(store: str) -> Any:
@@ -170,10 +225,10 @@ def rank_main(store: str) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     bootstrap = BootstrapConfig(world_size=2, rank=rank)
 
-    def created(adapter: Any, dtype: torch.dtype, name: str = "tokenway") -> Any:
+    def created(adapter: Any, dtype: torch.dtype, name: str = "tokenway", given: Any = bootstrap) -> Any:
         adapter.register(name)
         params = MoEEpCommParams(EXPERTS, TOP_K, MOST, HIDDEN, dtype, invalid_expert_id=INVALID)
-        return create_communication(bootstrap, params, name, timeout=PATIENT)
+        return create_communication(given, params, name, timeout=PATIENT)
 
     of = {dtype: created(flashinfer, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     found: dict[str, Any] = {"backends": available_communication_backends()}
@@ -186,11 +241,13 @@ def rank_main(store: str) -> Any:
     exec(program, names)
     of_guide = names["step"](bootstrap, *(torch.from_numpy(x) for x in batch("float32", rank)))
     found["guide"] = of_guide.float().numpy()
-    found["refused"] = refused(of["float32"], rank)
+    found["misplaced"] = misplaced(lambda given: created(flashinfer, torch.float32, given=given), rank)
+    found["refused"] = refused(of["float32"])
     found["after"] = exchanged(of["float32"], "float32", rank)
     for mutation, (old, new, case) in MUTATIONS.items():
         comm = created(mutant(old, new), getattr(torch, CASES[case][1]), "mutant")
         found[mutation] = attempt(exchanged, comm, case, rank)
+    found["wrong alone"] = attempt(wrong_alone, of["float32"], rank)
     for comm in of.values():
         comm.destroy()
     groups.close()
@@ -206,7 +263,8 @@ def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     need(found == PINNED, f"flashinfer-python {PINNED} (here: {found})")
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flashinfer") / "store"), timeout=HANGS)
+    # Many parts, each of which may take its time; those that hang end by the timeouts within.
+    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flashinfer") / "store"), timeout=6 * HANGS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -231,15 +289,38 @@ def test_the_guide(ran) -> None:
 
 
 def test_what_is_refused(ran) -> None:
-    for rank, found in enumerate(ran):
-        alone, twice, combined, stats, wrong, bound, rows = found["refused"]
-        said(alone, "InvalidUsage", "a combine comes without a dispatch before it")
+    for found in ran:
+        alone, twice, none_left, stats = found["refused"]
+        for told in (alone, none_left):
+            said(told, "InvalidUsage", "a combine comes without a dispatch before it")
         said(twice, "InvalidUsage", "a dispatch follows another one without a combine")
-        assert combined == 0
         said(stats, "NotImplementedError", "eplb_local_stats")
-        for told, sentence in ((wrong, r"ids\[0, 0\]"), (bound, "^bound is 9; it must be from 1 to 8"), (rows, "rows")):
-            said(told, *(("InvalidArgument", sentence) if rank == 1 else ("PeerRefused", "rank 1")))
     judge("float32", [found["after"] for found in ran])
+
+
+def test_peers_hear_of_what_is_refused(ran) -> None:
+    """At once, or they would be told of a timeout; and the next call is as ever."""
+    first, second = (found["wrong alone"] for found in ran)
+    wanted = {name: (result, sentence) for name, (_, result, sentence) in WRONG_DISPATCHES.items()}
+    wanted |= {name: ("InvalidArgument", sentence) for name, (_, sentence) in WRONG_ROWS.items()}
+    wanted["left out"] = "InvalidUsage", "a dispatch follows another one without a combine"
+    for name, (result, sentence) in wanted.items():
+        said(second[name], result, sentence)
+        said(first[name], "PeerRefused", "rank 1")
+    said(first["next"], "PeerRefused", "rank 1")  # the dispatch that rank 1 was refused
+    for told in (first, second):
+        assert told["not contiguous"] == [[2.0 * h for h in range(HIDDEN)]] * 2
+
+
+def test_ranks_of_another_process_group_are_refused(ran) -> None:
+    """Before anything is sent: rows would go to wrong ranks."""
+    for rank, found in enumerate(ran):
+        fewer, other, alone, adopted = found["misplaced"]
+        of_all = "that of the default process group"
+        said(fewer, "InvalidArgument", f"^bootstrap.world_size is 1; it must be 2, {of_all}")
+        said(other, "InvalidArgument", f"^bootstrap.rank is {1 - rank}; it must be {rank}, {of_all}")
+        said(alone, "InvalidArgument", "^bootstrap.world_size is 2; it must be 1, that of its process_group")
+        said(adopted, "InvalidArgument", "^bootstrap.nccl_comm is 7, without a process_group; it must be None")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

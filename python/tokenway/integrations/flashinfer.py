@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tokenway import InvalidArgument
 from tokenway.integrations import supported
 
 LEAST, BELOW, LEAST_TORCH = "0.7.2", "0.7.3", "2.7"
@@ -27,7 +28,8 @@ def register(name: str = "tokenway") -> type:
     It takes the options timeout (seconds after which a late rank is an error, default 100) and device ("cpu", or by
     default the CUDA device that the bootstrap names, if there are any). To create one is collective among the ranks of
     the bootstrap's process group, or of the default one; all of one process group, with the same experts, top_k and
-    invalid id, share a group and its window, so that one dispatch and its combine end before another begins. Errors:
+    invalid id, share a group and its window, so that one dispatch and its combine end before another begins. Its ranks
+    are those of the process group; InvalidArgument where the bootstrap names others, or an nccl_comm alone. Errors:
     Unsupported, which names the versions, where FlashInfer or PyTorch is missing, too old or too new."""
     supported.check("torch", LEAST_TORCH, None, "flashinfer")
     supported.check("flashinfer-python", LEAST, BELOW, "flashinfer")
@@ -41,6 +43,7 @@ def register(name: str = "tokenway") -> type:
             super().__init__(bootstrap, params)
             from tokenway.integrations.rank_major import RankMajor
 
+            _check_place(bootstrap)
             shared = _shared(bootstrap, params, timeout, device)
             row = params.dispatch_bytes_per_token
             self.exchange = RankMajor(shared, params.max_tokens_per_rank, params.token_dtype, params.hidden_size, row)
@@ -61,8 +64,9 @@ def register(name: str = "tokenway") -> type:
             eplb_local_stats: Any = None,
         ) -> Any:
             """As FlashInfer documents it; eplb_local_stats are not gathered."""
-            if eplb_local_stats is not None:
-                raise NotImplementedError("eplb_local_stats are given, and Tokenway gathers none beside a dispatch")
+            with self.exchange.telling(max_tokens_per_rank):
+                if eplb_local_stats is not None:
+                    raise NotImplementedError("eplb_local_stats are given, and Tokenway gathers none beside a dispatch")
             given = hidden_states, topk_ids, topk_weights, hidden_states_scale, max_tokens_per_rank
             received = self.exchange.dispatch(*given)
             scales = None if hidden_states_scale is None else received.payloads["scales"].flatten(0, 1)
@@ -76,9 +80,29 @@ def register(name: str = "tokenway") -> type:
 
         def combine(self, expert_output: Any, *, output: Any = None) -> Any:
             """As FlashInfer documents it."""
-            return self.exchange.combine(expert_output.view(-1, self.params.hidden_size), output)
+            return self.exchange.combine(expert_output, output)
 
     return TokenwayCommunication
+
+
+def _check_place(bootstrap: Any) -> None:
+    """Raises InvalidArgument unless a bootstrap's rank and world_size are those of its process group, which is the one
+    that rows go through: of any other, they would reach wrong ranks. Not collective."""
+    import torch
+
+    group = bootstrap.process_group
+    if group is None and bootstrap.nccl_comm is not None:
+        told = f"is {bootstrap.nccl_comm}, without a process_group; it must be None, or process_group given too"
+        raise InvalidArgument.of("bootstrap.nccl_comm", told)
+    which = "the default process group" if group is None else "its process_group"
+    group = torch.distributed.group.WORLD if group is None else group
+    group = group.get_group() if hasattr(group, "get_group") else group  # of a DeviceMesh
+    if group is None:
+        return  # nothing is initialised, as it is told where the group is looked up
+    for name, found in (("world_size", group.size()), ("rank", group.rank())):
+        if (given := getattr(bootstrap, name)) != found:
+            told = f"is {given}; it must be {found}, that of {which}"
+            raise InvalidArgument.of(f"bootstrap.{name}", told, value=given, allowed=(found, found))
 
 
 def _shared(bootstrap: Any, params: Any, timeout: float | None, device: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,10 +28,25 @@ class RankMajor:
         self.shared, self.max_tokens = shared, max_tokens
         self._dtype, self._hidden = dtype, hidden
         self._handle: Any = None  # dispatched, not combined yet
-        self._view: Any = None  # ... and the group as its rows see it
         self._views: dict[Any, TypedGroup] = {}  # by the shape and dtype of rows and scales
         size = max(dispatch_bytes, hidden * dtype.itemsize)
-        shared.with_room(tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden), max_tokens)
+        rows = tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden)
+        self._view = shared.with_room(rows, max_tokens)  # the group as the last dispatch's rows see it
+
+    @contextmanager
+    def telling(self, bound: Any = None) -> Iterator[None]:
+        """Around what precedes a dispatch: where it raises, peers are told at once. A combine that is missing is
+        refused first, as they may wait in that one. bound: of the dispatch."""
+        with gradients.telling(lambda: self._refuse(bound)):
+            yield
+
+    def _refuse(self, bound: Any) -> None:
+        # Both: a call of dispatch is a step of all ranks, so that whoever left the combine out is in step again.
+        pending, self._handle = self._handle, None
+        if pending is not None:
+            gradients.refuse_combine(pending, self._view)
+            _give_back(pending)
+        self._view.refuse_dispatch("rank_major", self.max_tokens if bound is None else bound)
 
     def dispatch(
         self, tokens: Tensor, ids: Tensor, weights: Tensor | None, scales: Tensor | None, bound: int | None
@@ -41,12 +57,10 @@ class RankMajor:
 
         A step of all ranks; never waits for the device, and can be captured once rows of this type were sent. Errors:
         as `Group.route` and `Group.dispatch`; peers hear of them at once. InvalidUsage before the combine of the last
-        one."""
-        if self._handle is not None:
-            raise tw.InvalidUsage("a dispatch follows another one without a combine between them")
-        self._view = view = self._seen(tokens, scales)
+        one: peers that wait in that combine hear of it, and of this dispatch, and the next one is as ever."""
+        self._view = view = self._seen(tokens, scales, bound)
         bound = self.max_tokens if bound is None else bound
-        with gradients.telling(lambda: view.refuse_dispatch("rank_major", bound)):
+        with self.telling(bound):
             if not 1 <= bound <= self.max_tokens:
                 raise tw.InvalidArgument.of("bound", f"is {bound}; it must be from 1 to {self.max_tokens}")
             handle = view.route(ids, None if weights is None else weights.float())
@@ -60,25 +74,38 @@ class RankMajor:
         self._handle = handle
         return received
 
-    def _seen(self, tokens: Tensor, scales: Tensor | None) -> TypedGroup:
+    def _seen(self, tokens: Tensor, scales: Tensor | None, bound: int | None) -> TypedGroup:
         """The group as such rows see it."""
-        beside = None if scales is None else (scales.shape[1], scales.dtype)
-        key = tokens.shape[1], tokens.dtype, beside
-        view = self._views.get(key)
-        if view is None or view.group is not self.shared.group:  # it was closed, and is made anew
+        with self.telling(bound):
+            if self._handle is not None:
+                raise tw.InvalidUsage("a dispatch follows another one without a combine between them")
+            for name, given in (("tokens", tokens), ("scales", scales)):
+                if given is not None and given.dim() != 2:
+                    raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
+            beside = None if scales is None else (scales.shape[1], scales.dtype)
+            key = tokens.shape[1], tokens.dtype, beside
+            view = self._views.get(key)
+            if view is not None and view.group is self.shared.group:  # else it was closed, and is made anew
+                return view
             payloads = None if beside is None else {SCALES: beside}
             rows = tw.RowType(tokens.shape[1], tokens.dtype, payloads, self._dtype, self._hidden)
-            view = self._views[key] = self.shared.with_room(rows, self.max_tokens)
+            rows.all_payloads()  # which refuses dtypes that no rows have
+        view = self._views[key] = self.shared.with_room(rows, self.max_tokens)
         return view
 
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Sums rows [N, b, H] over ranks, where they came from: [T, H] of their dtype, or in out. Rows are weighted and
-        summed over the experts of this rank. A step of all ranks. Errors: as `Group.combine`, after which another
-        dispatch may follow; InvalidUsage without a dispatch."""
+        """Sums rows [N, b, H] or [N * b, H] over ranks, where they came from: [T, H] of their dtype, or in out. Rows
+        are weighted and summed over the experts of this rank. A step of all ranks. Errors: as `Group.combine`, of which
+        peers hear at once, and after which another dispatch may follow; InvalidUsage without a dispatch."""
         if self._handle is None:
             raise tw.InvalidUsage("a combine comes without a dispatch before it")
         handle, self._handle = self._handle, None
         try:
+            with gradients.telling(lambda: gradients.refuse_combine(handle, self._view)):
+                if rows.dim() < 2 or rows.shape[-1] != self._hidden:  # by its size it might pass for other rows
+                    wanted = f"[N, b, {self._hidden}] or [N * b, {self._hidden}]"
+                    raise tw.InvalidArgument.of("rows", f"has shape {list(rows.shape)}; it must be {wanted}")
+                rows = rows.flatten(0, -2).contiguous()
             return self._view.combine(handle, rows, dtype=rows.dtype, out=out)
         except Exception:
             _give_back(handle)
