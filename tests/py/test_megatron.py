@@ -203,20 +203,70 @@ def attempt(function: Any, *args: Any) -> Any:
         return type(error).__name__, f"{error}\n{traceback.format_exc()}"
 
 
-def failing(adapter: Any, rank: int) -> Any:
-    """Rank 1's experts raise: what each is told, how long it took, and that the next pass is right."""
+def failing(adapter: Any, rank: int, experts: Any) -> Any:
+    """Rank 1's experts do something else: what each is told, and how long it took."""
     layer = spec_of(adapter, max_tokens=MOST)(config=config_of(2), layer_number=1)
     weigh(layer, 2 * rank)
     kept = layer.experts.forward
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no memory, say")
-
-    layer.experts.forward = fail if rank == 1 else kept
+    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
     began = time.monotonic()
     told = attempt(trained, layer, batch("uneven", rank))
-    layer.experts.forward = kept
     return told, time.monotonic() - began
+
+
+def no_memory(*_: Any) -> Any:
+    raise RuntimeError("no memory, say")
+
+
+def a_row_less(kept: Any, *args: Any) -> Any:
+    rows, bias = kept(*args)
+    return rows[1:], bias
+
+
+def a_row_more(kept: Any, *args: Any) -> Any:
+    rows, bias = kept(*args)
+    return rows.repeat(2, 1)[: len(rows) + 1], bias
+
+
+# name: (what rank 1's experts do, what it is told)
+FAILING: dict[str, tuple[Any, str, str]] = {
+    "an error": (no_memory, "RuntimeError", "^no memory, say"),
+    "a row less": (a_row_less, "InvalidArgument", r"^rows are \d+; they must be \d+, as many as experts were given"),
+    "a row more": (a_row_more, "InvalidArgument", r"^rows are \d+; they must be \d+, as many as experts were given"),
+}
+
+
+def unlike(**settings: Any) -> Any:
+    """A config with settings that Megatron refuses to combine with what a CPU can build."""
+    config = config_of(2)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+def built(adapter: Any, config: Any) -> str:
+    """The class of a layer."""
+    return type(spec_of(adapter)(config=config, layer_number=1)).__name__
+
+
+def unsupported() -> dict[str, Any]:
+    """Configs that a layer refuses, each with the beginning of the sentence."""
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    asked, router = "^cuda_graph_impl is 'local', and cuda_graph_scope ", ["moe_router", "moe_preprocess"]
+    moe, parts = [CudaGraphScope.attn, CudaGraphScope.moe], [CudaGraphScope[name] for name in router]
+    return {
+        "padding": (unlike(moe_pad_expert_input_to_capacity=True), "^moe_pad_expert_input_to_capacity must not be set"),
+        "overlap": (unlike(overlap_moe_expert_parallel_comm=True), "^overlap_moe_expert_parallel_comm must not be set"),
+        "delayed": (unlike(delay_wgrad_compute=True), "^delay_wgrad_compute must not be set"),
+        "the layer": (unlike(cuda_graph_impl="local", cuda_graph_scope=[]), asked + r"\[\]; "),
+        "its router": (unlike(cuda_graph_impl="local", cuda_graph_scope=parts), asked + rf"\{router}; "),
+        "its experts": (unlike(cuda_graph_impl="local", cuda_graph_scope=moe), asked + r"\['attn', 'moe'\]; "),
+        "as said before": (
+            unlike(external_cuda_graph=True),
+            r"^external_cuda_graph is True, and cuda_graph_scope \[\]",
+        ),
+    }
 
 
 def rank_main(store: str) -> Any:
@@ -228,6 +278,7 @@ def rank_main(store: str) -> Any:
     torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     from megatron.core import parallel_state
+    from megatron.core.transformer.enums import CudaGraphScope
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -238,17 +289,17 @@ def rank_main(store: str) -> Any:
     of_one = alone()
     found: dict[str, Any] = {case: attempt(run_case, megatron, of_one, case, rank) for case in CASES}
     found["groups"] = [len(peers.groups) for peers in groups.living()]
-    found["refused"] = [
-        attempt(spec_of(megatron), config_of(2, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)),
-        attempt(megatron.through_tokenway, spec_of().submodules.experts),
-    ]
-    varying = config_of(2)
-    varying.variable_seq_lengths = True  # as it may be with the dispatchers that a CPU cannot build
-    unsaid = spec_of(megatron)(config=varying, layer_number=1)
+    wrong = unsupported().items()
+    found["unsupported"] = {name: (attempt(built, megatron, config), said_of) for name, (config, said_of) in wrong}
+    graphed = unlike(cuda_graph_impl="local", cuda_graph_scope=[CudaGraphScope.attn])
+    found["graphs of attention"] = attempt(built, megatron, graphed)
+    found["refused"] = [attempt(megatron.through_tokenway, spec_of().submodules.experts)]
+    unsaid = spec_of(megatron)(config=unlike(variable_seq_lengths=True), layer_number=1)
     found["refused"].append(attempt(unsaid, batch("uneven", rank)))
     many = spec_of(megatron, max_tokens=MOST)(config=config_of(2), layer_number=1)
     found["refused"].append(attempt(many, torch.zeros(MOST + rank, 1, HIDDEN)))
-    found["failing"] = attempt(failing, megatron, rank)
+    for name, (experts, *_) in FAILING.items():
+        found[name] = failing(megatron, rank, experts)
     found["after"] = attempt(run_case, megatron, of_one, "uneven", rank)
     for mutation, (old, new, case) in MUTATIONS.items():
         found[mutation] = attempt(run_case, mutant(old, new), of_one, case, rank)
@@ -270,7 +321,8 @@ def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     need(found == PINNED, f"megatron-core {PINNED} (here: {found})")
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron") / "store"), timeout=HANGS)
+    # Many parts, each of which may take its time; those that hang end by the timeouts within.
+    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron") / "store"), timeout=6 * HANGS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -285,16 +337,20 @@ def test_one_group_serves_all(ran) -> None:
 
 def test_what_is_refused(ran) -> None:
     for rank, found in enumerate(ran):
-        padded, no_layer, unsaid, many = found["refused"]
-        said(padded, "Unsupported", "^moe_pad_expert_input_to_capacity must not be set")
+        for told, sentence in found["unsupported"].values():
+            said(told, "Unsupported", sentence)
+        assert found["graphs of attention"] == "TokenwayMoELayer"
+        no_layer, unsaid, many = found["refused"]
         said(no_layer, "InvalidArgument", "^spec has no MoELayer")
         said(unsaid, "InvalidUsage", r"say how many a rank has at most.*through_tokenway\(spec, max_tokens")
         said(many, *(("InvalidArgument", "^tokens are 25; at most 24") if rank == 1 else ("PeerRefused", "rank 1")))
 
 
-def test_a_rank_whose_experts_fail(ran) -> None:
-    (first, took), (second, _) = (found["failing"] for found in ran)
-    said(second, "RuntimeError", "^no memory, say")
+@pytest.mark.parametrize("experts", FAILING)
+def test_a_rank_whose_experts_fail(ran, experts) -> None:
+    """Or give other rows than they were given: it is told, as its peers are at once; the next pass is right."""
+    (first, took), (second, _) = (found[experts] for found in ran)
+    said(second, *FAILING[experts][1:])
     said(first, "PeerRefused", "rank 1")
     assert took < AT_ONCE
     judge([found["after"] for found in ran])

@@ -39,8 +39,15 @@ class ByExpert:
     @staticmethod
     def combine(routed: autograd.Routed, rows: Tensor) -> Tensor:
         """rows: what experts made of the rows that are used, weighted, [R, H] -> [T, H], summed over a token's experts.
-        A step of all ranks, and one in the backward pass. Errors: as `autograd.combine`."""
+        A step of all ranks, and one in the backward pass. Errors: as `autograd.combine`; InvalidArgument for more or
+        fewer rows than are used."""
         with gradients.telling(partial(gradients.refuse_combine, routed.handle)):
+            # `offsets[-1]`, as the exchange of counts told the host: to read offsets of a device waits for the experts.
+            step = routed.handle.group.settings.row_alignment or 1
+            used = int((-(-routed.handle.expert_rows // step) * step).sum())
+            if len(rows) != used:
+                told = f"are {len(rows)}; they must be {used}, as many as experts were given"
+                raise tw.InvalidArgument.of("rows", told)
             rows = functional.pad(rows, (0, 0, 0, len(routed.tokens) - len(rows)))
         return autograd.combine(routed, rows)
 

@@ -27,7 +27,9 @@ def through_tokenway(
 
     Sizes must be known alike: equal, that all ranks have equally many tokens in each forward pass (default: unless the
     config says `variable_seq_lengths`); or max_tokens, the most of a rank (sequences times length, divided by the ranks
-    that share a sequence). timeout: seconds after which a late rank is an error (default 100).
+    that share a sequence). Where ranks that count as equal are not, one that must grow and the others wait for each
+    other until the timeout, after which the group is finished: say max_tokens then. timeout: seconds after which a late
+    rank is an error (default 100).
 
     Megatron builds the dispatcher that its config names first; it is not used. Comms and groups are made in the first
     forward pass, and grow in one that has more tokens than all before (`tokenway.integrations.groups`): collective

@@ -16,7 +16,16 @@ from tokenway.integrations.by_expert import ByExpert
 
 _HOW = "tokenway.integrations.megatron.through_tokenway(spec, max_tokens=...) or (equal=True)"
 # What Megatron has its dispatchers do, and this one does not.
-_REFUSED = ("moe_shared_expert_overlap", "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization")
+_REFUSED = (
+    "moe_shared_expert_overlap",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_padding_for_quantization",
+    "overlap_moe_expert_parallel_comm",  # and what Megatron has only with it
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+)
+# Parts of a model whose graph would hold the exchange or what precedes it. A replay does not call the dispatcher there.
+_GRAPHED = ("full", "full_iteration", "moe", "moe_router", "moe_preprocess")
 
 
 class TokenwayMoELayer(MoELayer):
@@ -37,6 +46,7 @@ class TokenwayMoELayer(MoELayer):
         given = [name for name in _REFUSED if getattr(config, name, None)]
         if given:
             raise tw.Unsupported(f"{' and '.join(given)} must not be set: Tokenway's dispatcher does not do it")
+        _refuse_graphs(config)
         if pg_collection.expt_tp.size() > 1:
             told = f"expert_tensor_parallel_size is {pg_collection.expt_tp.size()}; it must be 1: experts stay whole"
             raise tw.Unsupported(told)
@@ -48,6 +58,23 @@ class TokenwayMoELayer(MoELayer):
         """As Megatron's, but that peers hear of it where experts raise."""
         with ByExpert.telling(self.token_dispatcher.routed):
             return super().routed_experts_compute(hidden_states, probs)
+
+
+def _refuse_graphs(config: Any) -> None:
+    """Raises Unsupported for CUDA graphs of Megatron's that this layer would be in, or its router: replays would go by
+    the choices that were captured."""
+    names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+    given = {name: getattr(config, name, None) for name in names}
+    asked = [f"{name} is {value!r}" for name, value in given.items() if value not in (None, False, "none")]
+    scope = getattr(config, "cuda_graph_scope", None) or []
+    scope = scope.split(",") if isinstance(scope, str) else scope
+    parts = [getattr(part, "name", part) for part in (scope if isinstance(scope, (list, tuple)) else [scope])]
+    if asked and (not parts or not set(parts).isdisjoint(_GRAPHED)):
+        told = f"{' and '.join(asked)}, and cuda_graph_scope {parts}"
+        raise tw.Unsupported(
+            f"{told}; the scope must name other parts than {', '.join(_GRAPHED)}, or cuda_graph_impl be 'none': "
+            "Tokenway's exchange is in no graph of Megatron's"
+        )
 
 
 class Dispatcher(MoETokenDispatcher):
