@@ -15,7 +15,7 @@
 #   PYTHON        the Python that .venv is made of (default python3)
 #   TORCH=0       leave PyTorch out; its tests are skipped
 #   TW_TORCH_ANY=1  accept a PyTorch that brings GPU packages (gigabytes)
-#   TW_STRICT=1   a missing system package is an error, not a warning
+#   TW_STRICT=1   a system package or framework that cannot be had is an error, not a warning
 #
 # Wheels in the folder wheels/ of the repository, if there is one, are found beside pip's sources.
 set -euo pipefail

@@ -239,7 +239,8 @@ typedef struct {
   // may give none. With config.token_replicas the rows of this rank's share count, so the ranks of a set give the same.
   // Read in stream order when the sums are made: where the call is send_only by twComplete, until which it must stay;
   // the parts before the last read theirs in the call. It may be output.tokens itself, the same memory with the same
-  // dtype and strides, which then has the sums in place of it; otherwise it overlaps no output. No data and no
+  // dtype and strides, which then has the sums in place of it; otherwise it overlaps no output. Nor may it be among
+  // received rows in the window. No data and no
   // dimensions: none, and a sum starts from its first partial.
   twTensor_t bias;
 } twCombineInput_t;

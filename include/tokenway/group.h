@@ -225,7 +225,8 @@ TW_API twResult_t twGroupDestroy(twGroup_t group);
 // Errors: twInvalidArgument; twInvalidUsage where a call is pending or captured, of any group of the window, and for a
 // group in another's window, which does not grow; twConfigMismatch where ranks name different sizes; twOutOfMemory;
 // twTimeout and twPeerDied where a rank does not come. They are errors on all ranks, and leave the group as it was. So
-// does twCallMismatch, at once, where another rank makes another call.
+// does twCallMismatch, at once, where another rank creates, shrinks or destroys a group of the comm. A rank that is in
+// a dispatch or combine instead does not hear of this call: both wait until their timeouts, and the group is finished.
 TW_API twResult_t twGroupReserve(twGroup_t group, const twReserve_t* reserve);
 
 // Creates a new group of the ranks that are still there, usually after an error. Collective among them. They agree on

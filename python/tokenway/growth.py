@@ -34,7 +34,8 @@ def reserve(
 
     Errors leave the group as it was, and are errors on all ranks: InvalidArgument; InvalidUsage while a send_only call
     is pending or a graph is captured; ConfigMismatch where ranks differ; OutOfMemory; Timeout and PeerDied. And
-    CallMismatch where another rank makes another call."""
+    CallMismatch where another rank creates, shrinks or destroys a group of the comm. A rank that is in a dispatch or
+    combine instead does not hear of this call: both wait until their timeouts, and the group is finished."""
     native = group.native
     asked = _header.Reserve()
     given_as = {"max_tokens": max_tokens, "dispatch_room": dispatch_room, "combine_room": combine_room}

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 import weakref
 from functools import partial
 from pathlib import Path
@@ -285,6 +286,17 @@ def test_the_guide() -> None:
         groups.close()
     finally:
         dist.destroy_process_group()
+
+
+def test_what_is_no_process_group_of_this_rank() -> None:
+    from torch.distributed import GroupMember
+
+    from tokenway.integrations import groups
+
+    mesh = types.SimpleNamespace(ndim=2, get_group=lambda: None)
+    said(caught(groups.of, mesh), "twInvalidArgument", "process_group is a DeviceMesh of 2 dimensions; it must have 1")
+    told = "process_group is one of other ranks; this rank must be a member"
+    said(caught(groups.of, GroupMember.NON_GROUP_MEMBER), "twInvalidArgument", told)
 
 
 def test_what_cannot_be_said_of_sizes() -> None:

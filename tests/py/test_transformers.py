@@ -38,7 +38,7 @@ def ran(pinned: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     """What each rank has found, and rank 0's last words."""
     folder = tmp_path_factory.mktemp("transformers")
     with tw.Ranks(two_ranks, 2, str(folder)) as ranks:
-        outcomes = ranks.wait(2 * HANGS)
+        outcomes = ranks.wait(6 * HANGS)
     assert outcomes[0] is not None and outcomes[0].ok, outcomes
     parts = [pickle.loads((folder / f"found-{rank}").read_bytes()) for rank in range(2)]
     parts[0]["dying"] = True, (outcomes[0].value, outcomes[1])
@@ -125,7 +125,7 @@ def test_training(ran, name, way) -> None:
 @pytest.mark.long
 def test_two_batches_of_two_ranks_each(pinned, tmp_path) -> None:
     """Experts over four ranks, tensor-parallel attention over two, FSDP over these."""
-    ran = tw.run(four_ranks, 4, str(tmp_path), timeout=2 * HANGS)
+    ran = tw.run(four_ranks, 4, str(tmp_path), timeout=6 * HANGS)
     judge_inference(of(ran, "inference qwen3 both"))
     judge_training(of(ran, "training qwen3 both"))
 

@@ -14,8 +14,8 @@ So sizes must be known alike. A rank's own number of tokens is not, unless batch
 
 A process group that is destroyed, and that nothing holds any more, takes its comm and groups along. As with PyTorch's
 own collectives, destroy it when all ranks have come through their steps: it asks nobody, and a peer that waits gets
-PeerAborted. A process that ends without has nothing to wait for, and its peers see it as gone. One thread at a time may
-use the groups of a process group.
+PeerAborted. On a CUDA device it waits for what is queued there. A process that ends without has nothing to wait for,
+and its peers see it as gone. One thread at a time may use the groups of a process group.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class SharedGroup:
 
     def close(self) -> None:
         """Collective: closes the group, which is made anew if it is needed again."""
-        group, self.group = self.group, None
+        if self.group is not None:
+            self.group.close()  # where it raises, the group is still there to be closed
+        self.group = None
         self._views.clear()
-        if group is not None:
-            group.close()
 
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""
@@ -128,7 +128,7 @@ class SharedGroup:
     def _make(self, rows: tw.RowType, max_tokens: int, combine_room: int) -> tw.Group:
         peers = self._peers()
         if peers is None:
-            raise tw.InvalidUsage("the process group is destroyed, or closed by groups.close; its groups are gone")
+            raise tw.InvalidUsage("the process group is destroyed; its groups are gone")
         self._refuse_capture()
         self.group = tw.Group(
             peers.comm,
@@ -250,7 +250,14 @@ def _resolved(process_group: Any) -> Any:
         process_group = torch.distributed.group.WORLD
         if process_group is None:
             raise tw.InvalidUsage("torch.distributed is not initialised, so there is no default process group")
-    return process_group.get_group() if hasattr(process_group, "get_group") else process_group
+    if hasattr(process_group, "get_group"):
+        if process_group.ndim != 1:
+            told = f"is a DeviceMesh of {process_group.ndim} dimensions; it must have 1: name one, as in mesh['ep']"
+            raise tw.InvalidArgument.of("process_group", told)
+        process_group = process_group.get_group()
+    if process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise tw.InvalidArgument.of("process_group", "is one of other ranks; this rank must be a member")
+    return process_group
 
 
 def _index(device: Any) -> int | None:
