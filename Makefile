@@ -93,7 +93,7 @@ test-portable:  ## the tests of behaviour over the portable backend
 	  tests/py/test_arena.py tests/py/test_auto.py tests/py/test_choice_values.py \
 	  tests/py/test_choice_values_refused.py tests/py/test_per_expert.py tests/py/test_per_expert_refused.py \
 	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py \
-	  --backend torch -k "not threads" $(if $(ALL),,-m "not long and not heavy")
+	  --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test
@@ -134,7 +134,7 @@ test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 
 test-mutations:  ## break the library on purpose; a test must notice each
 	@$(SETUP) run test
-	@$(STAGE) "mutations" $(PY) tests/mutations/run.py
+	@$(STAGE) "mutations" $(PY) tests/mutations/run.py $(if $(ALL),--share 3)
 
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test

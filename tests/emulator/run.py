@@ -2,9 +2,10 @@
 """Builds the CUDA backend for emulated GPUs and runs the tests of behaviour against it.
 
     python tests/emulator/run.py                         all of them
-    python tests/emulator/run.py --threads               ranks as threads alone, no deaths, and half of the examples
-    python tests/emulator/run.py --quick                 the same but long and heavy, and a quarter of the examples
+    python tests/emulator/run.py --threads               ranks as threads, no deaths, nothing heavy, fewer examples
+    python tests/emulator/run.py --quick                 the same, nothing long, and a quarter of the examples
     python tests/emulator/run.py --staged                the portable backend: devices apart, whose blocks gloo moves
+    python tests/emulator/run.py --quick --staged        ... of the files where who moves blocks matters
     python tests/emulator/run.py --counted               over a transport that counts what kernels store at peers
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -32,6 +33,10 @@ FILES = (
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")
+STAGED = (
+    *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
+    *("row_types", "auto", "choice_values", "per_expert", "bias"),
+)
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
 
@@ -64,13 +69,13 @@ def main(arguments: list[str]) -> int:
     if quick or "--threads" in arguments:
         names, chosen = COUNTED if counted else THREADS, ["-k", "not processes and not killed"]
         arguments = [a for a in arguments if a not in ("--quick", "--threads")]
-        chosen += ["-m", "not long and not heavy"] * quick
+        chosen += ["-m", "not long and not heavy" if quick else "not heavy"]
         os.environ.setdefault("EXAMPLES", "6" if quick else "12")
         os.environ.setdefault("SHAPES", "30")
     backend = "emulated"
     if "--staged" in arguments:
         arguments = [a for a in arguments if a != "--staged"]
-        names, backend = (*names, "staged"), "torch-emulated"
+        names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

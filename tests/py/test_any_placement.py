@@ -160,7 +160,6 @@ def test_a_few_shapes_on_any_ranks(backend) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.heavy
 def test_a_thousand_shapes_on_any_ranks(backend) -> None:
     for begin in range(0, SHAPES, 50):
         judge(backend, list(range(100 + begin, 100 + min(begin + 50, SHAPES))))
