@@ -290,8 +290,8 @@ class Exchange:
             out = self._target(name, out, handle, shape.combine_hidden, dtype, rows)
             structs.rows.set(rows)
             structs.result.set(out)
-            structs.give_weights(weights)
-            structs.give_bias(bias)
+            structs.weights.give(weights)
+            structs.bias.give(bias)
             code = arguments.code(_header.LAYOUTS, layout)
         structs.call_combine(code if prepared.problem is None else REFUSED, weighted, sends, stream, limit)
         return layout, out, of_values, prepared.problem

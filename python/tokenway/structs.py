@@ -41,6 +41,25 @@ def name_scales(shape: Shape, combined: _header.CombineInput) -> None:
         combined.wire_scales = _header.SCALES["blocks"]
 
 
+class OptionalSlot:
+    """A tensor that few combines have, in the slot of a CombineInput: what the last one had is not left to the next."""
+
+    def __init__(self, slot: tensors.Slot, field: Any):
+        self._slot, self._field = slot, field
+        self.given = False
+
+    def give(self, tensor: Any) -> None:
+        """None: there is none. What is no tensor is told to C all the same, which refuses it: peers may have some."""
+        if tensor is not None:
+            self.given = True
+            self._slot.set(tensor)
+            if self._field.dtype == 0:
+                self._field.ndim = REFUSED
+        elif self.given:
+            self._slot.set(None)
+            self.given = False
+
+
 class Structs:
     """A group's, with a slot for each tensor; index lists are apart, as few calls want them. place: tensors.Host or
     cuda.Cuda."""
@@ -59,13 +78,10 @@ class Structs:
         self.lists = {name: slot(wanted, getattr(wanted, name)) for name in LISTS}
         self.rows = slot(self.combine_in, self.combine_in.rows)
         self.result = slot(self.combine_out, self.combine_out.tokens)
-        self._values = slot(self.combine_in, self.combine_in.choice_values)
+        few = ("choice_values", "weights", "bias")
+        fields = [getattr(self.combine_in, name) for name in few]
+        self._values, self.weights, self.bias = (OptionalSlot(slot(self.combine_in, field), field) for field in fields)
         self._values_out = slot(self.combine_out, self.combine_out.choice_values)
-        self._valued = False  # the last combine had values of choices
-        self._weights = slot(self.combine_in, self.combine_in.weights)
-        self._weighted = False  # the last combine had weights of its own
-        self._bias = slot(self.combine_in, self.combine_in.bias)
-        self._biased = False  # the last combine's sums started from a bias
         if shape.named:
             name_rows(shape, given, self.combine_in)
         structs = (given, wanted, self.combine_in, self.combine_out)
@@ -132,39 +148,10 @@ class Structs:
         self._combined = called
 
     def give_values(self, values: Any) -> None:
-        """Of choices, for a CombineInput; None: there are none. What is no tensor is told to C as values all the same,
-        which it refuses: the peers have some."""
-        if values is not None:
-            self._valued = True
-            self._values.set(values)
-            if self.combine_in.choice_values.dtype == 0:
-                self.combine_in.choice_values.ndim = REFUSED
-        elif self._valued:
-            self._values.set(None)
+        """Of choices, for a CombineInput; None: there are none."""
+        if values is None and self._values.given:
             self._values_out.set(None)
-            self._valued = False
-
-    def give_weights(self, weights: Any) -> None:
-        """Of the owner, for a CombineInput; None: there are none. What is no tensor C refuses, as of values."""
-        if weights is not None:
-            self._weighted = True
-            self._weights.set(weights)
-            if self.combine_in.weights.dtype == 0:
-                self.combine_in.weights.ndim = REFUSED
-        elif self._weighted:
-            self._weights.set(None)
-            self._weighted = False
-
-    def give_bias(self, bias: Any) -> None:
-        """From which sums start, for a CombineInput; None: there is none. What is no tensor C refuses, as of values."""
-        if bias is not None:
-            self._biased = True
-            self._bias.set(bias)
-            if self.combine_in.bias.dtype == 0:
-                self.combine_in.bias.ndim = REFUSED
-        elif self._biased:
-            self._bias.set(None)
-            self._biased = False
+        self._values.give(values)
 
     def take_values(self, out: Any) -> None:
         """Where they go to."""

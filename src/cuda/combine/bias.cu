@@ -141,14 +141,7 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, int token, int 
       }
     }
   }
-  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const uint32_t w = first_word(tile.begin + g);
-    if (tile.begin + g >= tile.end) continue;
-    store_word_of(p, out, w, sum[g][0]);
-    if (!is_flag()) store_word_of(p, out, w + 1, sum[g][1]);
-  }
+  store_sums(p, token, tile, sum);
   return true;
 }
 

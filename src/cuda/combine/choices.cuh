@@ -79,6 +79,18 @@ __device__ inline void store_word_of(const CombineParams& p, std::byte* out, uin
   }
 }
 
+// Stores the sums of a tile of a token, each thread the two words that it has summed.
+__device__ inline void store_sums(const CombineParams& p, int token, const Tile& tile, const Quad (&sum)[kGroups][2]) {
+  std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    const uint32_t w = first_word(tile.begin + g);
+    if (tile.begin + g >= tile.end) continue;
+    store_word_of(p, out, w, sum[g][0]);
+    if (!is_flag()) store_word_of(p, out, w + 1, sum[g][1]);
+  }
+}
+
 // Waits for a rank's signal, which says that its rows are there (S4). False if the wait ended otherwise (S6), or the
 // rank has refused: the warp that concludes reports that.
 __device__ __noinline__ static bool await_rank(const GroupView& g, Step step, int rank) {
