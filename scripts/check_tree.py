@@ -108,7 +108,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
     # how does a framework run it; nothing imports this room
-    "integrations": ("integrations/", {"package", "faces", "pytorch"}),
+    "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks"}),
     # how fast is it; no other room but the command line knows of it
     "bench": ("bench/", LIBRARY),
     # what does a command do

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 import weakref
 from functools import partial
 from pathlib import Path
@@ -289,14 +288,20 @@ def test_the_guide() -> None:
 
 
 def test_what_is_no_process_group_of_this_rank() -> None:
-    from torch.distributed import GroupMember
+    import torch.distributed as dist
 
     from tokenway.integrations import groups
 
-    mesh = types.SimpleNamespace(ndim=2, get_group=lambda: None)
-    said(caught(groups.of, mesh), "twInvalidArgument", "process_group is a DeviceMesh of 2 dimensions; it must have 1")
-    told = "process_group is one of other ranks; this rank must be a member"
-    said(caught(groups.of, GroupMember.NON_GROUP_MEMBER), "twInvalidArgument", told)
+    said(caught(groups.of), "twInvalidUsage", "torch.distributed is not initialised")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
+        told = r"process_group is a DeviceMesh of dimensions \('dp', 'ep'\); give one's, as mesh.get_group\('ep'\)"
+        said(caught(groups.of, mesh), "twInvalidArgument", told)
+        told = r"this rank \(global rank 0\) is not in process_group"
+        said(caught(groups.of, dist.GroupMember.NON_GROUP_MEMBER), "twInvalidArgument", told)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be_said_of_sizes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 import tokenway as tw
 from tokenway import autograd
-from tokenway.integrations.groups import SharedGroup, Sizes
+from tokenway.integrations.groups import SharedGroup, Sizes, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -130,7 +129,5 @@ class ExpertRows:
                 results = results.view(came.tokens.shape)
             return group.combine(handle, results)
         except Exception:
-            if handle.leased:  # on all ranks alike, so the next call finds a lane
-                with suppress(tw.TokenwayError):
-                    handle.release()
+            give_back(handle)
             raise

@@ -88,17 +88,13 @@ def register(name: str = "tokenway") -> type:
 def _check_place(bootstrap: Any) -> None:
     """Raises InvalidArgument unless a bootstrap's rank and world_size are those of its process group, which is the one
     that rows go through: of any other, they would reach wrong ranks. Not collective."""
-    import torch
+    from tokenway.integrations import groups
 
-    group = bootstrap.process_group
-    if group is None and bootstrap.nccl_comm is not None:
+    if bootstrap.process_group is None and bootstrap.nccl_comm is not None:
         told = f"is {bootstrap.nccl_comm}, without a process_group; it must be None, or process_group given too"
         raise InvalidArgument.of("bootstrap.nccl_comm", told)
-    which = "the default process group" if group is None else "its process_group"
-    group = torch.distributed.group.WORLD if group is None else group
-    group = group.get_group() if hasattr(group, "get_group") else group  # of a DeviceMesh
-    if group is None:
-        return  # nothing is initialised, as it is told where the group is looked up
+    which = "the default process group" if bootstrap.process_group is None else "its process_group"
+    group = groups.resolved(bootstrap.process_group)
     for name, found in (("world_size", group.size()), ("rank", group.rank())):
         if (given := getattr(bootstrap, name)) != found:
             told = f"is {given}; it must be {found}, that of {which}"

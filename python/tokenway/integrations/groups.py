@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import tokenway as tw
+from tokenway import meeting
 from tokenway.pytorch.typed_group import TypedGroup
 
 # Tokens that a group has room for from the start. Of the mode "auto" the largest bound of low latency stays what it is
@@ -223,7 +224,7 @@ def of(process_group: Any = None, *, device: Any = None, timeout: float | None =
 
     device: None, "cpu" or a CUDA device, as a torch.device or a string; those of a tensor that is to be sent. timeout,
     backend: as of `connect` and, timeout, of `Group`, taken the first time. Errors: InvalidArgument."""
-    process_group = _resolved(process_group)
+    process_group = resolved(process_group)
     key = id(process_group), _index(device)
     peers = _living.get(key)
     if peers is None:
@@ -234,7 +235,7 @@ def of(process_group: Any = None, *, device: Any = None, timeout: float | None =
 
 def close(process_group: Any = None) -> None:
     """Closes what there is of a process group, as `of` takes it, on all devices. Collective among its ranks."""
-    number = id(_resolved(process_group))
+    number = id(resolved(process_group))
     for key, peers in list(_living.items()):
         if key[0] == number:
             peers.close()
@@ -245,18 +246,22 @@ def living() -> list[Peers]:
     return [peers for peers in _living.values() if peers.groups]
 
 
-def _resolved(process_group: Any) -> Any:
+def give_back(handle: Any) -> None:
+    """The lane of a handle whose call has failed, on all ranks alike, so that the next call finds one."""
+    if handle.leased:
+        with suppress(tw.TokenwayError):
+            handle.release()
+
+
+def resolved(process_group: Any = None) -> Any:
+    """What `of` takes, as an object that lives as long as the ranks are together: a process group, or what stands for
+    one. Not collective. Errors: InvalidArgument; InvalidUsage without a default process group."""
     if process_group is None:
         process_group = torch.distributed.group.WORLD
         if process_group is None:
             raise tw.InvalidUsage("torch.distributed is not initialised, so there is no default process group")
-    if hasattr(process_group, "get_group"):
-        if process_group.ndim != 1:
-            told = f"is a DeviceMesh of {process_group.ndim} dimensions; it must have 1: name one, as in mesh['ep']"
-            raise tw.InvalidArgument.of("process_group", told)
-        process_group = process_group.get_group()
-    if process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
-        raise tw.InvalidArgument.of("process_group", "is one of other ranks; this rank must be a member")
+    if hasattr(process_group, "get_group") or process_group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        return meeting.group_of(process_group)
     return process_group
 
 

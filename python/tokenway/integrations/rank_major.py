@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.integrations.groups import SharedGroup
+from tokenway.integrations.groups import SharedGroup, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -45,7 +45,7 @@ class RankMajor:
         pending, self._handle = self._handle, None
         if pending is not None:
             gradients.refuse_combine(pending, self._view)
-            _give_back(pending)
+            give_back(pending)
         self._view.refuse_dispatch("rank_major", self.max_tokens if bound is None else bound)
 
     def dispatch(
@@ -69,7 +69,7 @@ class RankMajor:
                 handle, tokens, None if scales is None else {SCALES: scales}, layout="rank_major", bound=bound
             )
         except Exception:
-            _give_back(handle)
+            give_back(handle)
             raise
         self._handle = handle
         return received
@@ -108,12 +108,5 @@ class RankMajor:
                 rows = rows.flatten(0, -2).contiguous()
             return self._view.combine(handle, rows, dtype=rows.dtype, out=out)
         except Exception:
-            _give_back(handle)
+            give_back(handle)
             raise
-
-
-def _give_back(handle: Any) -> None:
-    """The lane, on all ranks alike, so that the next call finds one."""
-    if handle.leased:
-        with suppress(tw.TokenwayError):
-            handle.release()
