@@ -9,17 +9,18 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from cases import LAYOUTS, Case, Round, Setup, fewer_ranks, make_bias, make_ids, one, same, verify_case
+from cases import LAYOUTS, Case, Round, Setup, make_bias, make_ids, one, same, verify_case
 from emulated_graphs import Graph, emulated_alone
-from harness import PATIENT, caught, said
+from harness import caught, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from player import play
 from strategies import EXAMPLES, SETTINGS
 from strategies import cases as any_case
 from test_choice_values import check as check_values
+from test_exchange import check
 from test_fp8_combine import FP8, mode_of
-from test_per_expert import per_expert
+from test_per_expert import make, per_expert
 
 import tokenway as tw
 from tokenway import reference as ref
@@ -29,15 +30,6 @@ from tokenway.tensors import numpy_dtype
 OWN = Setup(ranks=3, experts=7, top_k=3, hidden=24, max_tokens=9)
 KINDS = ("float32", "", "place")
 THREADS = min(5, harness.most_ranks("threads"))
-
-
-def make(env: Any, setup: Setup, **changes: Any) -> tw.Group:
-    return tw.Group(env.comm, timeout=PATIENT, **(setup.settings() | changes))
-
-
-def check(world: Any, *cases: Case) -> None:
-    for case in (fewer_ranks(case, world.most) for case in cases):
-        verify_case(case, world(case.setup.ranks).run(play, case))
 
 
 def rounds_of(layout: str) -> tuple[Round, ...]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import types
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import need
-from frameworks import programs_of, steps
+from frameworks import mutated, need_version, programs_of, steps
 from harness import HANGS, PATIENT, said
 
 import tokenway as tw
@@ -121,11 +117,7 @@ def mutant(old: str, new: str) -> Any:
     """The adapter whose source says `new` where it says `old`."""
     from tokenway.integrations import flashinfer
 
-    text = Path(flashinfer.__file__).read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"the adapter holds the text to change {text.count(old)} times, not once: {old}"
-    made = types.ModuleType("mutant")
-    exec(compile(text.replace(old, new), "mutant", "exec"), made.__dict__)
-    return made
+    return mutated(flashinfer, old, new)
 
 
 def attempt(function: Any, *args: Any) -> Any:
@@ -258,11 +250,7 @@ def rank_main(store: str) -> Any:
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    try:
-        found = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    need(found == PINNED, f"flashinfer-python {PINNED} (here: {found})")
+    need_version("flashinfer-python", PINNED)
     # Many parts, each of which may take its time; those that hang end by the timeouts within.
     return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flashinfer") / "store"), timeout=6 * HANGS)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import harness
 import numpy as np
-import player
 import pytest
-from cases import LISTS, Case, Round, Setup, fewer_ranks, one, same, verify_case
+from cases import LISTS, Case, Round, Setup, one, same
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import EXAMPLES, SETTINGS, cases
+from test_exchange import check
 
 import tokenway as tw
 from tokenway import reference as ref
@@ -25,11 +25,6 @@ from tokenway import reference as ref
 VIEWS = {"low_latency": "rank_major", "high_throughput": "flat"}
 BLOCKS = (1, 16, 64, 128, 256)
 BASE = Setup(ranks=3, experts=7, top_k=3, hidden=8, max_tokens=9)
-
-
-def check(world: Any, *cases: Case) -> None:
-    for case in (fewer_ranks(case, world.most) for case in cases):
-        verify_case(case, world(case.setup.ranks).run(player.play, case))
 
 
 def viewed(setup: Setup, *rounds: Round, **changes: Any) -> list[Case]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import time
 import traceback
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import need
-from frameworks import programs_of, steps, whole
+from frameworks import mutated, need_version, programs_of, steps, whole
 from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
@@ -183,14 +180,11 @@ def mutant(old: str, new: str) -> Any:
     """What `through_tokenway` is of the adapter whose layer's source says `new` where it says `old`."""
     from tokenway.integrations import megatron, megatron_layer
 
-    text = Path(megatron_layer.__file__).read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"the adapter holds the text to change {text.count(old)} times, not once: {old}"
-    made = types.ModuleType("mutant")
-    exec(compile(text.replace(old, new), "mutant", "exec"), made.__dict__)
+    made = mutated(megatron_layer, old, new)
 
     def through_tokenway(spec: Any, **settings: Any) -> Any:
         spec = megatron.through_tokenway(spec, **settings)
-        spec.module = made.__dict__["TokenwayMoELayer"]
+        spec.module = made.TokenwayMoELayer
         return spec
 
     return types.SimpleNamespace(through_tokenway=through_tokenway)
@@ -316,11 +310,7 @@ def rank_main(store: str) -> Any:
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    try:
-        found = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    need(found == PINNED, f"megatron-core {PINNED} (here: {found})")
+    need_version("megatron-core", PINNED)
     # Many parts, each of which may take its time; those that hang end by the timeouts within.
     return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron") / "store"), timeout=6 * HANGS)
 

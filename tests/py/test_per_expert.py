@@ -13,10 +13,11 @@ from cases import Case, Round, Setup, affine, fewer_ranks, make_ids, one, same, 
 from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT
 from hypothesis import example, given, settings
-from player import Player, play
+from player import Player
 from strategies import EXAMPLES, SETTINGS
 from strategies import cases as any_case
 from test_choice_values import Valued, Worlds, judge_round, room
+from test_exchange import check
 from test_properties import HARD
 
 import tokenway as tw
@@ -31,11 +32,6 @@ THREADS = min(5, harness.most_ranks("threads"))
 
 def make(env: Any, setup: Setup, **changes: Any) -> tw.Group:
     return tw.Group(env.comm, timeout=PATIENT, **(setup.settings() | changes))
-
-
-def check(world: Any, *cases: Case) -> None:
-    for case in (fewer_ranks(case, world.most) for case in cases):
-        verify_case(case, world(case.setup.ranks).run(play, case))
 
 
 def per_expert(case: Case) -> Case:

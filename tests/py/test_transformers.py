@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import need
+from frameworks import need_version
 from harness import AT_ONCE, HANGS, said
 from transformers_ranks import EXPERTS, LAYERS, MODELS, MUTATIONS, NEW, WAYS, four_ranks, two_ranks
 
@@ -26,11 +25,7 @@ STEPS = 2 * LAYERS  # of a forward pass: a dispatch and a combine in each layer
 @pytest.fixture(scope="module")
 def pinned(torch: Any) -> None:
     """Skips without the version that these tests are for."""
-    try:
-        found = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    need(found == PINNED, f"transformers {PINNED} (here: {found})")
+    need_version("transformers", PINNED)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,11 @@ import os
 import pickle
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frameworks import programs_of, steps, whole
+from frameworks import mutated, programs_of, steps, whole
 from harness import PATIENT, caught
 
 MODELS = ("qwen3", "mixtral")
@@ -335,10 +334,7 @@ class Parts:
         """A part, by an adapter whose source says `new` where it says `old`."""
         from tokenway.integrations import expert_rows, transformers_experts
 
-        text = Path(expert_rows.__file__).read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"the adapter holds the text to change {text.count(old)} times, not once: {old}"
-        mutant = types.ModuleType("mutant")
-        exec(compile(text.replace(old, new), "mutant", "exec"), mutant.__dict__)
+        mutant = mutated(expert_rows, old, new)
         kept = {exchange: exchange._rows for m in self.many.values() for exchange in map(exchange_of, m.model.layers)}
         try:
             transformers_experts.ExpertRows = mutant.ExpertRows  # type: ignore[misc]
