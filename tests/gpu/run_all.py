@@ -67,6 +67,14 @@ BEHAVIOUR = (
     "per_expert_refused",
     "any_placement",
     "grouped_by_bound",
+    "bias",
+    "fp8_combine",
+    "token_replicas",
+    "token_replicas_refused",
+    "index_lists",
+    "in_place",
+    "scales",
+    "expert_views",
 )
 BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
 TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 
 import tokenway as tw
@@ -88,8 +88,8 @@ class PretendStretches:
 
 
 def run_on_pretended_gpus(monkeypatch, torch, settings: Settings) -> dict:
-    """A run as _rank makes it, on the CPU backend: everything but what only a device does."""
-    from tokenway.bench import gpu_case
+    """A run as a rank makes it, on the CPU backend: everything but what only a device does."""
+    from tokenway.bench import gpu_case, returns
 
     monkeypatch.setattr(gpu_case, "here", lambda: torch.device("cpu"))
     monkeypatch.setattr(gpu_case, "Replay", PretendReplay)
@@ -106,7 +106,12 @@ def run_on_pretended_gpus(monkeypatch, torch, settings: Settings) -> dict:
 
     def rank_main(rank: int) -> dict:
         control = Control(others[rank])
-        results = nvlink._rank(settings, control, ours[rank], document, Progress(0, False))
+        progress = Progress(0, False)
+        if settings.returns:
+            with ExitStack() as stack:
+                results = {"returns": returns.rows(settings, control, ours[rank], progress, stack)}
+        else:
+            results = nvlink._rank(settings, control, ours[rank], document, progress)
         control.close()
         return results
 

@@ -11,6 +11,7 @@ COLLECTIVES = ("all_gatherv", "reduce_scatterv", "all")
 
 _EXCHANGES = "it measures no dispatch and combine between ranks"
 _BOTH = "it measures pairs of both modes beside each other"
+_WAYS = "it measures ways back beside each other, of bfloat16 rows in low latency"
 # (option, another that does not go with it, why)
 APART = (
     *(("--layer", other, "each is a run of its own") for other in ("--aux", "--overhead", "--collective")),
@@ -34,6 +35,10 @@ APART = (
     *(("--mode auto", other, "each is a run of its own") for other in ("--aux", "--collective", "--overhead")),
     *((option, "--mode auto", _BOTH) for option in ("--backward", "--baselines", "--plot", "--local-ranks")),
     *((option, "--mode auto", _BOTH) for option in ("--ablation", "--compare", "--backend torch")),
+    *(("--returns", other, "each is a run of its own") for other in ("--aux", "--collective", "--overhead", "--layer")),
+    *((option, "--returns", _WAYS) for option in ("--backward", "--baselines", "--plot", "--local-ranks")),
+    *((option, "--returns", _WAYS) for option in ("--ablation", "--compare", "--dtype fp8", "--over nccl")),
+    ("--returns", "--mode auto", "each is a run of its own"),
 )
 
 
@@ -73,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="uneven gathers and reduces: all_gatherv, reduce_scatterv or all",
     )
+    add("--returns", action="store_true", help="rows that return per expert, as fp8, or to replicas (on GPUs)")
     add("--overhead", action="store_true", help="what a call through Python adds (1 rank, 1 token)")
     add("--layer", action="store_true", help="whole MoE layers, beside NCCL's and PyTorch's, and their parts (on GPUs)")
     add_group(parser, "--layer", _OF_LAYER)

@@ -33,6 +33,10 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         return collectives.measure
     if settings.both_modes:
         return modes.measure
+    if settings.returns:
+        from tokenway.bench import returns
+
+        return returns.measure
     if settings.nvlink is not None:
         return nvlink.measure
     return cpu.measure if settings.portable is None else portable.measure

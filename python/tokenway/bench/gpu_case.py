@@ -85,10 +85,15 @@ class DeviceCase:
         """Memory for what comes: the outputs by expert, and the experts' rows. In high throughput for all that there is
         room for, which a graph needs that exchanges counts itself."""
         case = self.case
-        lead = self.group.shape.lead(case.layout, case.tokens, self._room if case.exact else 0)
+        lead = self.group.shape.lead(case.layout, self.bound, self._room if case.exact else 0)
         self._out = self._outputs(lead) if self._by_expert else None
         answer = getattr(torch, case.combine_dtype)
         self._rows = torch.zeros((*lead, case.profile.hidden), dtype=answer, device=self._place)
+
+    @property
+    def bound(self) -> int:
+        """Of the tokens that a rank sends."""
+        return self.case.tokens
 
     @property
     def rows(self) -> torch.Tensor:
@@ -155,7 +160,7 @@ class DeviceCase:
         """The call with all its arguments."""
         case = self.case
         return partial(
-            self.group.dispatch, handle, self.tokens, self.payloads, layout=case.layout, bound=case.tokens, out=out
+            self.group.dispatch, handle, self.tokens, self.payloads, layout=case.layout, bound=self.bound, out=out
         )
 
     def _combine(self, handle: Handle) -> Callable[[], Any]:

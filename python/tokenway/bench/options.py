@@ -88,6 +88,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     beside = (
         apart is not None or (args.mode == "auto" and not args.layer)
     ) and not args.baselines  # ways are measured beside each other
+    beside = beside or (args.returns and not args.baselines)
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -107,6 +108,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         skipped=skipped,
         backward=args.backward,
         both_modes=args.mode == "auto" and not args.layer,
+        returns=args.returns,
         collective=args.collective,
         verify_only=args.verify_only,
         overhead=args.overhead,
@@ -122,6 +124,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     _check_together(settings)
     if settings.layer:
         _check_layer(settings)
+    if settings.returns and (gpu is None or settings.layout != LAYOUTS[0]):
+        raise UsageError(f"--returns: with --backend nvlink and --layout {LAYOUTS[0]} alone")
     if gpu is not None:
         nvlink_options.check(settings)
     if apart is not None:
@@ -177,6 +181,7 @@ def _check_together(settings: Settings) -> None:
         "--mode auto": settings.both_modes,
         "--overhead": settings.overhead,
         "--plot": settings.plot,
+        "--returns": settings.returns,
         "--verify-only": settings.verify_only,
     }
     if gpu is not None:

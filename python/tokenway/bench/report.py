@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenway.bench import peers
-from tokenway.bench.tables import auxiliary, collectives, cpu, layer, modes, nvlink, overhead, placement, portable
+from tokenway.bench.tables import (
+    auxiliary,
+    collectives,
+    cpu,
+    layer,
+    modes,
+    nvlink,
+    overhead,
+    placement,
+    portable,
+    returns,
+)
 from tokenway.bench.tables.table import Run, Table, medians, where
 from tokenway.tables import show_columns
 
@@ -41,6 +52,7 @@ PARTS = {
     "placement": Kind(placement.tables),
     "collectives": Kind(collectives.tables),
     "modes": Kind(modes.tables, modes.notes),
+    "returns": Kind(returns.tables),
     "layers": Kind(layer.tables, layer.notes),
 }
 BACKENDS = {

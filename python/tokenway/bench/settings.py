@@ -30,6 +30,7 @@ class Settings:
     skipped: tuple[str, ...] = ()  # baselines that cannot run here, and why
     backward: bool = False
     both_modes: bool = False  # pairs of both, in one group, instead of dispatch and combine in one layout
+    returns: bool = False  # pairs whose rows return in other ways, beside those of sums from each rank
     collective: str | None = None  # all_gatherv, reduce_scatterv or all: these, instead of dispatch and combine
     verify_only: bool = False
     overhead: bool = False
