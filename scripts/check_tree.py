@@ -115,7 +115,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "command": ("cli info plan", LIBRARY | {"bench"}),
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
-NEEDS_TORCH = {"pytorch", "faces", "tokenway.bench.gpu_case", "tokenway.bench.layer_case"}
+NEEDS_TORCH = {"pytorch", "faces", *(f"tokenway.bench.{name}" for name in ("gpu_case", "layer_case", "returns"))}
 NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
     for name in ("by_expert", "expert_rows", "groups", "megatron_layer", "rank_major", "transformers_experts")

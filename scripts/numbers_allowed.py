@@ -25,6 +25,12 @@ ALLOWED: dict[str, dict[int, str]] = {
     },
     "combine/choices.cuh": {100: "ns between looks at a signal"},
     "combine/combine.cu": {33: "ranks that a warp's threads can each have one of, beside this rank"},
+    "combine/fp8.cuh": {
+        0x7FFFFF: "the fraction of a float32",
+        0x80000: "the highest bit that a conversion from float32 to e4m3 drops",
+        0x70707070: "e4m3 codes from 0x10 on, four in a word",
+        0x80808080: "the highest bit of each of four bytes",
+    },
     "combine/sums.cuh": {
         100: "ns between looks at a signal",
         0x7FC00000: "NaN of float32",

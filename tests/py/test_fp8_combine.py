@@ -158,7 +158,8 @@ def test_any(backend: str, data: Any) -> None:
 
 
 def extremes(rank: int, tokens: int, hidden: int) -> np.ndarray:
-    """Rows of every magnitude, among which some blocks are zeros and others hold a NaN or an infinity."""
+    """Rows of every magnitude, among which some blocks are zeros and others hold a NaN or an infinity; and at the end
+    some whose quotients lie half-way between two e4m3, or by up to three last places off."""
     rng = np.random.default_rng([rank, 7])
     rows = rng.standard_normal((tokens, hidden)) * 10.0 ** rng.uniform(-44, 38, (tokens, 1))
     rows *= 10.0 ** np.where(rng.random((tokens, hidden)) < 0.3, rng.uniform(-8, 0, (tokens, hidden)), 0)
@@ -169,7 +170,17 @@ def extremes(rank: int, tokens: int, hidden: int) -> np.ndarray:
     rows[::7, : hidden // 2] = (0.0, -0.0)[rank % 2]
     for at, value in enumerate((np.nan, np.inf, -np.inf)):
         rows[at :: tokens // 4, at * 50 + 3] = value
+    rows[-40:] = half_way(rng, 40, hidden)
     return rows
+
+
+def half_way(rng: np.random.Generator, tokens: int, hidden: int) -> np.ndarray:
+    values = np.sort(np.arange(0x7F, dtype=np.uint8).view(numpy_dtype(FP8)).astype(np.float32))
+    scales = np.where(np.arange(tokens) % 2 == 0, np.float32(0.7), rng.uniform(0.1, 9, tokens)).astype(np.float32)
+    rows = rng.choice((values[1:] + values[:-1]) / 2, (tokens, hidden)) * scales[:, None]
+    rows = (rows.view(np.uint32) + rng.integers(-3, 4, rows.shape).astype(np.int32).view(np.uint32)).view(np.float32)
+    rows[:, ::128] = 448 * scales[:, None]  # so that a block of its own has that scale
+    return rows * rng.choice(np.float32([-1, 1]), rows.shape)
 
 
 def sum_extremes(env: Any, scales: tuple[float | None, ...], dtype: str, out: str) -> list[np.ndarray]:

@@ -6,7 +6,7 @@
 // places are by (token, k) of the owner, of which one rank alone writes each. With more tokens they go into the inbox
 // at (token, k), and the step's signals say that they are there. This rank's own rows take the same way through its own
 // window. A warp has a tile of a row at a time, and finds whose choices the row has by the places that the dispatch, or
-// the kernel of places, has kept. (Not measured yet. What it lacks beside the kernels per rank: chunks with signals of
+// the kernel of places, has kept. (What it lacks beside the kernels per rank: chunks with signals of
 // their own, so sums begin when all rows are there, and kernels for each type.)
 //
 // What breaks if this changes: S3 (publishing follows the last read where rows lie in the window), S4 (an acquire of
@@ -52,6 +52,23 @@ __device__ inline uint64_t sent_word(const Sum& s, const std::byte* row, bool as
   return as_it_is ? load_fresh<unsigned long long>(row + 8 * static_cast<uint64_t>(w)) : sum_word(s.p, s.set(), w);
 }
 
+// Puts the words of a tile into the inbox.
+__device__ inline void put_words(const CombineParams& p, std::byte* to, const Tile& tile,
+                                 const Vec16 (&pair)[kTileGroups]) {
+  const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
+  const auto put = [&](uint32_t at, uint64_t value) {
+    if (at >= p.tiles.words) return;
+    store_bytes(to + 8 * static_cast<uint64_t>(at), value, bytes - 8 * static_cast<int64_t>(at));
+  };
+#pragma unroll
+  for (uint32_t g = 0; g < kTileGroups; ++g) {
+    if (tile.begin + g >= tile.end) continue;
+    const uint32_t w = first_word(tile.begin + g);
+    put(w, pair[g].a);
+    if (!is_flag()) put(w + 1, pair[g].b);
+  }
+}
+
 // Sends a tile of one choice's row, by a warp. `to`: where the row, or its first packet, goes.
 __device__ inline void send_row(const Sum& s, const ChoicesParams& c, const std::byte* row, std::byte* to,
                                 const Tile& tile) {
@@ -67,25 +84,21 @@ __device__ inline void send_row(const Sum& s, const ChoicesParams& c, const std:
     }
     __syncwarp();
   }
-  const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
   const uint32_t own = part_of(p.tiles, tile);
-#pragma unroll 1
-  for (uint32_t g = tile.begin; g < tile.end; ++g) {
-    const uint32_t w = first_word(g);
-    const uint64_t a = sent_word(s, row, as_it_is, w);
-    const uint64_t b = is_flag() ? s.step.number : sent_word(s, row, as_it_is, w + 1);
-    if (c.packets) {
-      __syncwarp();
-      const bool together = is_together();
-      if (g - tile.begin < own) store_packet(together, to + packet_place(g), a, b);
-      continue;
-    }
-    const auto put = [&](uint32_t at, uint64_t value) {
-      if (at >= p.tiles.words) return;
-      store_bytes(to + 8 * static_cast<uint64_t>(at), value, bytes - 8 * static_cast<int64_t>(at));
-    };
-    put(w, a);
-    if (!is_flag()) put(w + 1, b);
+  Vec16 pair[kTileGroups];  // all of the tile is on its way before any of it is sent
+#pragma unroll
+  for (uint32_t g = 0; g < kTileGroups; ++g) {
+    if (tile.begin + g >= tile.end) continue;
+    const uint32_t w = first_word(tile.begin + g);
+    pair[g].a = sent_word(s, row, as_it_is, w);
+    pair[g].b = is_flag() ? s.step.number : sent_word(s, row, as_it_is, w + 1);
+  }
+  if (!c.packets) return put_words(p, to, tile, pair);
+  __syncwarp();
+  const bool together = is_together();
+#pragma unroll
+  for (uint32_t g = 0; g < kTileGroups; ++g) {
+    if (g < own) store_packet(together, to + packet_place(tile.begin + g), pair[g].a, pair[g].b);
   }
 }
 
@@ -137,7 +150,7 @@ __device__ void send_all(const Sum& s, const ChoicesParams& c) {
 // ---- Summing
 
 // Takes two choices of a token, those that the lanes `first` and `second` have (-1: none), into the parts; those that
-// come as packets are looked at once.
+// come as packets are looked at once. (Four at once took a pair of 1 to 8 tokens 0.4 to 1 us longer, 4x H100.)
 __device__ inline void expect_two(const Sum& s, const ChoicesParams& c, const Returned& of, const int (&from)[kTerms],
                                   const Tile& tile, int (&rank)[kTerms], float (&weight)[kTerms],
                                   Parts<kTerms, kGroups>* parts) {
@@ -231,6 +244,7 @@ __device__ void sum_all(const Sum& s, const ChoicesParams& c) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_constant__ ChoicesParams c) {
+  let_next_begin();
   const CombineParams& p = c.call;
   const GroupView& g = p.group;
   const auto thread = static_cast<int>(threadIdx.x);
@@ -238,6 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_const
 #pragma unroll 1
   for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
   if (thread == 0) *s.failed() = 0;
+  warm(c);
   await_earlier();
   const Counts counts = load_counts(s, thread);
   s.step.number = next_step(g, p.channel);
@@ -268,8 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_const
 
 }  // namespace
 
-int launch_choices(const ChoicesParams& params, void* stream) {
-  return launch_kernel(choices_kernel, params, params.call.roles.grid(), params.call.at.bytes, false, stream);
+int launch_choices(const ChoicesParams& params, bool early, void* stream) {
+  return launch_kernel(choices_kernel, params, params.call.roles.grid(), params.call.at.bytes, early, stream);
 }
 
 int load_choices(const Shape& shape) {

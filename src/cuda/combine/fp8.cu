@@ -8,8 +8,8 @@
 // Floor: (H + 4 * ceil(H / 128)) / (2 * H) of what bfloat16 has on the link, 0.516 for 7168 elements. The last rows do
 // not go as packets, so a fence, a signal and a flight follow the last chunk, some 3 us: with few tokens that is more
 // than half of the bytes saves. A quantising pass before a combine of plain rows would read all rows once and write
-// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. (Reasoned, not measured
-// yet.)
+// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.57x at 4096
+// tokens, 0.75x at 512 (4x H100, bench/results/returns-4-gpus.json).
 //
 // What breaks if this changes: S3 (late_signal; nothing is written before await_earlier), S4 (chunks), S7 (send before
 // sum), S9 (order of terms, combine/fp8.cuh).
@@ -42,9 +42,14 @@ __device__ __forceinline__ void add_row(const Fp8Sum& s, const std::byte* row, c
                                         bool first, Sixteen (&sum)[kFp8Steps]) {
   const CombineParams& p = s.p;
   Sixteen term[kFp8Steps];
+  const int64_t end = begin - int64_t{lane()} * kFp8Each + kFp8Tile;  // of the warp's tile
+  if (p.sums_fit != 0 && float_bytes(p.rows_dtype) == 2 && end <= p.elements) {
+    load_whole(row, p.rows_dtype, begin, term);
+  } else {
 #pragma unroll
-  for (int u = 0; u < kFp8Steps; ++u) {
-    load_sixteen(row, p.rows_dtype, begin + u * kFp8Step, p.elements, p.sums_fit != 0, &term[u]);
+    for (int u = 0; u < kFp8Steps; ++u) {
+      load_sixteen(row, p.rows_dtype, begin + u * kFp8Step, p.elements, p.sums_fit != 0, &term[u]);
+    }
   }
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
@@ -113,7 +118,7 @@ __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
 // row of `bias`, which may lie where the sum goes: a thread stores what it has loaded.
 template <bool kBiased>
 __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bias, int token, int fan, uint32_t tile) {
-  constexpr int kPairs = 2;  // terms that are loaded before the first of them is added
+  constexpr int kPairs = 4;  // terms that are loaded before the first of them is added
   const CombineParams& p = s.p;
   const int64_t begin = int64_t{tile} * kFp8Tile + int64_t{lane()} * kFp8Each;
   Sixteen sum[kFp8Steps] = {};
@@ -126,18 +131,17 @@ __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bi
   }
 #pragma unroll 1
   for (int position = 0; position < fan; position += kPairs) {
-    uint4 term[kFp8Steps][kPairs] = {};
+    uint4 term[kFp8Steps][kPairs];
     float scale[kFp8Steps][kPairs];
+    // What is not there is loaded from elsewhere in a row and not used, so that no load waits for a branch.
 #pragma unroll
     for (int t = 0; t < kPairs; ++t) {
-      if (position + t >= fan) continue;
-      const std::byte* const row = s.places()[position + t];
+      const std::byte* const row = s.places()[min(position + t, fan - 1)];
       const auto* const scales = reinterpret_cast<const uint32_t*>(row + s.q.scales_from);
 #pragma unroll
       for (int u = 0; u < kFp8Steps; ++u) {
-        const int64_t first = begin + u * kFp8Step;
+        const int64_t first = begin + u * kFp8Step < p.elements ? begin + u * kFp8Step : 0;
         scale[u][t] = s.q.scale;
-        if (first >= p.elements) continue;
         term[u][t] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + first));
         if (s.in_blocks()) {
           scale[u][t] = __uint_as_float(load_fresh<uint32_t>(scales + first / static_cast<int64_t>(kFp8Elements)));

@@ -356,7 +356,7 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.vectors = static_cast<uint32_t>(rows.combine_bytes / 16);
   p.at = combine_;
   p.packets = PacketsAt::make(call.sent.map, p.channel);
-  if (rows.per_expert != 0) return run_choices(call, budget, p);
+  if (rows.per_expert != 0) return run_choices(call, budget, p, early);
   // Where sums overwrite rows, all rows are sent before the first sum.
   const bool twice = send && receive && (biased || (!call.apart && !call.in_window));
   const bool fp8 = call.sent.scales != twScalesNone;

@@ -176,7 +176,7 @@ class NvlinkBackend : public Backend {
   Status run_dispatch(const DispatchCall& call, HandleArrays& handle, bool send, bool receive);
   Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
-  Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params);
+  Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params, bool early);
   Status run_bias(const CombineCall& call, const ChoicesParams& choices);
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_sharing(const SharingCall& call, HandleArrays& handle, bool send, bool receive);

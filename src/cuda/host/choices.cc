@@ -12,7 +12,8 @@
 
 namespace tw::cuda {
 
-Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params) {
+Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params,
+                                  bool early) {
   const Shape& rows = call.sent.map.shape();
   ChoicesParams c{};
   c.call = params;
@@ -28,12 +29,12 @@ Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget,
   plan_choices(budget, rows, c.packets != 0, !twice, &c.call);
   if (twice) {
     c.call.receive = 0;
-    TW_RETURN_IF_FAILED(launched("a combine per expert", launch_choices(c, call.stream)));
+    TW_RETURN_IF_FAILED(launched("a combine per expert", launch_choices(c, early, call.stream)));
     c.call.send = 0;
     c.call.receive = 1;
   }
   if (biased && c.call.receive != 0) return run_bias(call, c);
-  return launched("a combine per expert", launch_choices(c, call.stream));
+  return launched("a combine per expert", launch_choices(c, early, call.stream));
 }
 
 }  // namespace tw::cuda

@@ -18,7 +18,7 @@ struct ChoicesParams {
   int32_t packets;        // 1: all rows go as packets
 };
 
-// Launches the kernel of `params.call.roles`. A cudaError_t comes back as int.
-int launch_choices(const ChoicesParams& params, void* stream);
+// Launches the kernel of `params.call.roles`; `early`: see launch.h. A cudaError_t comes back as int.
+int launch_choices(const ChoicesParams& params, bool early, void* stream);
 
 }  // namespace tw::cuda

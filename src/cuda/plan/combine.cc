@@ -76,8 +76,8 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
 }
 
 // No row is a packet here, on any rank, as the type of rows says: scales of a block of 128 elements do not lie where
-// packets of 120 bytes could bring them along. Half of the blocks send, as where rows are summed on their way: a sender
-// that quantises has as much to do as one that sums. This rank's own rows go through its inbox like the others.
+// packets of 120 bytes could bring them along. Most blocks send, as quantising takes longer than sums, in
+// which they join when that is done. This rank's own rows go through its inbox like the others.
 void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params) {
   CombineParams& p = *params;
   p.kind = Kind::kGeneric;
@@ -89,7 +89,8 @@ void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& fact
   p.wide = kNoneWide;
   const int64_t returning = static_cast<int64_t>(shape.ranks) * p.bound;
   const bool apart = p.send && p.receive && facts.apart && returning > 0;
-  p.roles = roles_of(budget, std::max<int64_t>(p.tokens, returning), p.tiles, apart, budget.max_grid / 2);
+  p.roles = roles_of(budget, std::max<int64_t>(p.tokens, returning), p.tiles, apart,
+                     std::max(1, budget.max_grid * budget.tuning->fp8_combine_sends / 100));
   p.joins = 1;
   p.pushed_parts = parts;
   p.turn_chunks = 1;

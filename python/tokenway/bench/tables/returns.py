@@ -1,4 +1,4 @@
-"""Runs of `tokenway bench --returns`: ways back beside each other, and what each takes of the one with sums per rank."""
+"""Runs of `tokenway bench --returns`: ways back, and what each takes of the one that sums per rank."""
 
 from __future__ import annotations
 
