@@ -134,7 +134,7 @@ test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 
 test-mutations:  ## break the library on purpose; a test must notice each
 	@$(SETUP) run test
-	@$(STAGE) "mutations" $(PY) tests/mutations/run.py $(if $(ALL),--share 3)
+	@$(STAGE) "mutations" $(PY) tests/mutations/run.py $(if $(ALL),--share 4)
 
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test

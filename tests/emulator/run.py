@@ -30,6 +30,7 @@ FILES = (
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
     *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias"),
+    *("fp8_combine", "token_replicas"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")
@@ -70,8 +71,8 @@ def main(arguments: list[str]) -> int:
         names, chosen = COUNTED if counted else THREADS, ["-k", "not processes and not killed"]
         arguments = [a for a in arguments if a not in ("--quick", "--threads")]
         chosen += ["-m", "not long and not heavy" if quick else "not heavy"]
-        os.environ.setdefault("EXAMPLES", "6" if quick else "12")
-        os.environ.setdefault("SHAPES", "30")
+        os.environ.setdefault("EXAMPLES", "6" if quick else "8")
+        os.environ.setdefault("SHAPES", "20")
     backend = "emulated"
     if "--staged" in arguments:
         arguments = [a for a in arguments if a != "--staged"]
