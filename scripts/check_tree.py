@@ -107,15 +107,18 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "faces": ("autograd experts nn ops", {"pytorch"}),
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
-    # how does a framework run it; nothing imports this room
+    # how does a framework run it; nothing but the next imports this room
     "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks"}),
+    # how does code run that calls another library; nothing imports this room
+    "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
     # how fast is it; no other room but the command line knows of it
     "bench": ("bench/", LIBRARY),
     # what does a command do
     "command": ("cli info plan", LIBRARY | {"bench"}),
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
-NEEDS_TORCH = {"pytorch", "faces", *(f"tokenway.bench.{name}" for name in ("gpu_case", "layer_case", "returns"))}
+NEEDS_TORCH = {"pytorch", "faces", "compat"}
+NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("gpu_case", "layer_case", "returns")}
 NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
     for name in ("by_expert", "expert_rows", "groups", "megatron_layer", "rank_major", "transformers_experts")

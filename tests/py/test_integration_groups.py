@@ -325,6 +325,7 @@ FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer", "megatron")
 import tokenway, tokenway.integrations.flashinfer, tokenway.integrations.megatron, tokenway.integrations.transformers
 print([name for name in FRAMEWORKS if name in sys.modules])
 import tokenway.integrations.by_expert, tokenway.integrations.rank_major, tokenway.integrations.transformers_experts
+import tokenway.compat.deep_ep
 print([name for name in FRAMEWORKS if name in sys.modules])
 """
 

@@ -191,6 +191,10 @@ class Peers:
             shared = self.groups[key] = SharedGroup(self, settings)
         return shared
 
+    def is_of(self, process_group: Any) -> bool:
+        """Whether these are the ranks of a process group, as `of` takes it."""
+        return self._process_group() is resolved(process_group)
+
     def close(self) -> None:
         """Collective: closes the groups and the comm. They are made anew if they are needed again."""
         for shared in self.groups.values():

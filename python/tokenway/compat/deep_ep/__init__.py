@@ -1,0 +1,53 @@
+"""The surface of DeepEP over Tokenway: code that calls `deep_ep` runs unchanged.
+
+    from tokenway.compat import deep_ep as tokenway_deep_ep
+
+    tokenway_deep_ep.install()  # before anything imports deep_ep
+    import deep_ep  # is Tokenway now: for Megatron, vLLM, SGLang and one's own code
+
+docs/FRAMEWORKS.md says which calls are served, and which are not.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from tokenway.compat.deep_ep import installed
+from tokenway.compat.deep_ep.buffer import Buffer
+from tokenway.compat.deep_ep.config import Config, topk_idx_t
+from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
+
+__version__ = "2.1.0+tokenway"  # of the surface
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"deep_ep.{name} is not served by tokenway.compat.deep_ep, which has {', '.join(__all__)}; docs/FRAMEWORKS.md "
+        "says what to use instead"
+    )
+
+
+def install() -> ModuleType:
+    """Puts `deep_ep` and `deep_ep.utils`, with what frameworks import from them, into sys.modules of this process, and
+    returns the first. Not collective; on every rank, and in each process that is started anew. Does nothing the second
+    time. Errors: InvalidUsage if another deep_ep was imported before."""
+    events = {"EventHandle": EventHandle, "EventOverlap": EventOverlap}
+    names = {name: globals()[name] for name in ("Buffer", "Config", "topk_idx_t", "__version__", "__getattr__")}
+    return installed.put(
+        {
+            "deep_ep": names | events,
+            "deep_ep.buffer": {"Buffer": Buffer, "Config": Config} | events,
+            "deep_ep.buffers": {},
+            "deep_ep.buffers.legacy": {"Buffer": Buffer, "Config": Config},
+            "deep_ep.utils": events,
+            "deep_ep.utils.event": events,
+        }
+    )
+
+
+def uninstall() -> None:
+    """Takes them out of sys.modules; another deep_ep that is installed can be imported then. What others have imported
+    stays with them."""
+    installed.remove()

@@ -1,0 +1,160 @@
+"""Events and streams as DeepEP has them: calls on a stream of their own, which the caller's waits for when it wants to.
+
+On the CPU calls are done when they return, and events have nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class EventHandle:
+    """What the current CUDA stream holds at this moment; without CUDA, nothing."""
+
+    def __init__(self) -> None:
+        self.event: Any = None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def current_stream_wait(self) -> None:
+        """Has the current stream wait for that. Never waits on the host."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class EventOverlap:
+    """An event, and tensors that live until it is waited for. As a `with` block, it is waited for at the block's end.
+
+    event: an EventHandle, or None where there is nothing to wait for. extra_tensors: what shall live as long."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], None] | None = None
+        self._release = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Has the current stream wait for the event. release_handle: the event is let go of then."""
+        assert self.event is not None, "a call without async_finish has no event: its results are there"
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """A function to be called once, when the event has been waited for."""
+        assert self.hook_after_wait is None, "this event has a hook already"
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For `with event(release_handle=True):`."""
+        self._release = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait(self._release)
+        self._release = False
+
+
+def handle_of(event: Any) -> EventHandle | None:
+    """The EventHandle of an argument `previous_event`: that itself, or what an EventOverlap has."""
+    return event.event if isinstance(event, EventOverlap) else event
+
+
+class Streams:
+    """The streams of the calls of one process group on one device, which are ordered, whatever streams they are on."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._own: Any = None
+        self.last: tuple[Any, bool] | None = None  # of the last call: its stream, and whether it was captured
+
+    @property
+    def own(self) -> Any:
+        """The stream of asynchronous calls."""
+        if self._own is None:
+            self._own = torch.cuda.Stream(self.device)
+        return self._own
+
+    def call(
+        self, previous: Any, asynchronous: bool, inputs: Iterable[Any] = ()
+    ) -> AbstractContextManager[Call | CallOnCpu]:
+        """Around a call: what runs in it runs on the stream of calls if it is asynchronous, else on the current one,
+        after the event `previous`, or without one after all that the current stream holds. inputs: what an
+        asynchronous call reads."""
+        if self.device.type == "cpu":
+            return CallOnCpu(asynchronous)
+        return Call(self, handle_of(previous), asynchronous, inputs)
+
+
+class CallOnCpu:
+    """One that is done when it returns."""
+
+    def __init__(self, asynchronous: bool):
+        self.event = EventOverlap(EventHandle() if asynchronous else None)
+
+    def __enter__(self) -> CallOnCpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def gives(self, *tensors: Any) -> None:
+        """What it returns."""
+
+
+class Call:
+    """One on a CUDA device. `event` is there once the block is left."""
+
+    def __init__(self, streams: Streams, previous: EventHandle | None, asynchronous: bool, inputs: Iterable[Any]):
+        self._streams, self._previous, self._asynchronous = streams, previous, asynchronous
+        self._inputs = [x for x in inputs if isinstance(x, Tensor)]
+        self._given: list[Tensor] = []
+        self.event = EventOverlap(None)
+
+    def __enter__(self) -> Call:
+        streams = self._streams
+        self._current = torch.cuda.current_stream(streams.device)
+        self._stream = streams.own if self._asynchronous else self._current
+        event = None if self._previous is None else self._previous.event
+        if event is not None:
+            self._stream.wait_event(event)
+        elif self._asynchronous:
+            self._stream.wait_stream(self._current)
+        self._guard = torch.cuda.stream(self._stream)
+        self._guard.__enter__()
+        self._captured = torch.cuda.is_current_stream_capturing()
+        # What was captured has not run, and what runs is no part of a graph: who replays orders these.
+        if streams.last is not None and streams.last[1] == self._captured and streams.last[0] != self._stream:
+            self._stream.wait_stream(streams.last[0])
+        return self
+
+    def gives(self, *tensors: Any) -> None:
+        """What it returns: memory of the stream of calls, which the caller's stream uses from now on."""
+        self._given += [x for x in tensors if isinstance(x, Tensor)]
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        self._streams.last = self._stream, self._captured
+        if kind is None and self._asynchronous:
+            held = None
+            if self._captured:  # the allocator cannot note streams in a capture: whoever has the event keeps them
+                held = (*self._inputs, *self._given)
+            else:
+                for tensor in self._inputs:
+                    tensor.record_stream(self._stream)
+                for tensor in self._given:
+                    tensor.record_stream(self._current)
+            self.event = EventOverlap(EventHandle(), held)
+        self._guard.__exit__(kind, *rest)

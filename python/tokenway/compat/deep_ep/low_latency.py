@@ -1,0 +1,190 @@
+"""Low-latency mode: rows by expert in blocks of a fixed size; each returns, and its owner weights and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenway as tw
+from tokenway.integrations.groups import Peers, SharedGroup, give_back
+from tokenway.pytorch import gradients
+from tokenway.pytorch.typed_group import TypedGroup
+
+SCALES, TOKEN = "scales", "token"  # payloads: of fp8 rows, and a row's number in its source's batch
+_FP8_BLOCK, _PACKED = 128, 4  # elements to a scale, and scales to an int32
+
+
+class Sent:
+    """A dispatch: what its combines need, and what a caller may look up.
+
+    rows, scales: what came, [L, N * b, H], and for fp8 [L, N * b, S], by column; counts: [L] int32; source: [L, N * b]
+    int32, a row's number in its source's batch; by_source: [L, N] int32, rows of each expert from each source."""
+
+    def __init__(self, exchange: LowLatency, view: TypedGroup, handle: Any, bound: int, made: dict[str, Tensor]):
+        self.exchange, self.view, self.handle, self.bound = exchange, view, handle, bound
+        self.rows, self.counts, self.by_source = made["tokens"], made["counts"], made["source_counts"]
+        self.source = made[TOKEN].squeeze(-1)
+        self.scales = None
+        if SCALES in made:
+            self.scales = made[SCALES].transpose(1, 2)[:, : self.rows.shape[1]]
+        self.buffer: Tensor | None = None  # for the next combine's rows
+
+    def ranges(self) -> Tensor:
+        """[L, N] int64: where the rows of each source begin, times 2**32, plus how many they are."""
+        counts = self.by_source.long()
+        return (counts.cumsum(1) - counts) << 32 | counts
+
+
+class LowLatency:
+    """The exchange of all Buffers of a process group that route alike. Two dispatches or combines may be under way at
+    once; none holds a lane once it is complete, so combines may follow in any order, and twice.
+
+    peers: those of the process group. experts, top_k: of the routings."""
+
+    def __init__(self, peers: Peers, experts: int, top_k: int):
+        self.experts, self.top_k = experts, top_k
+        self.shared: SharedGroup = peers.shared(
+            experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
+        )
+        self._views: dict[Any, tuple[TypedGroup, int]] = {}  # and the tokens that it is known to have room for
+        self._numbers: Tensor | None = None
+
+    def _view(self, hidden: int, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
+        """The group as such rows see it. Collective the first time, and where rows or bound are larger than all before,
+        which all ranks know alike."""
+        key = hidden, scales
+        view, room = self._views.get(key, (None, 0))
+        if view is not None and view.group is self.shared.group and bound <= room:
+            return view
+        payloads: dict[str, Any] = {TOKEN: (1, "int32")}
+        if scales is not None:
+            payloads[SCALES] = scales
+        dtype = "bfloat16" if scales is None else "float8_e4m3fn"
+        view = self.shared.with_room(tw.RowType(hidden, dtype, payloads), bound)
+        self._views[key] = view, view.max_tokens
+        return view
+
+    def dispatch(
+        self, x: Tensor, ids: Tensor, bound: int, fp8: bool, power_of_two: bool, packed: bool, send_only: bool
+    ) -> tuple[Sent, Callable[[], None]]:
+        """Sends rows [T, H] of bfloat16 to their experts, quantised before if fp8. ids: [T, K] int32 or int64, -1 for
+        none. bound: b, alike on all ranks, T at most. Returns what came, and what receives it: done already, unless
+        send_only. A step of all ranks. Errors: as `Group.dispatch`."""
+        blocks = -(-x.shape[-1] // _FP8_BLOCK)
+        scales = None
+        if fp8:
+            scales = (-(-blocks // _PACKED), "int32") if packed else (blocks, "float32")
+        view = self._view(x.shape[-1], scales, bound)
+        with gradients.telling(partial(view.refuse_dispatch, "expert_major", bound)):
+            _check(x, ids, bound, self.top_k)
+            rows, beside = x, {TOKEN: self._number(len(x), view)}
+            if fp8:
+                rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)
+            handle = view.route(ids)
+            made = _outputs(view, bound)
+        try:
+            columns = [SCALES] if fp8 else None
+            asked: dict[str, Any] = {"layout": "expert_major", "bound": bound, "column_major": columns}
+            pending = view.dispatch(handle, rows, beside, out=dict(made), send_only=send_only, **asked)
+        except Exception:
+            give_back(handle)
+            raise
+        return Sent(self, view, handle, bound, made), _received(pending, handle, send_only)
+
+    def combine(
+        self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Returns rows [L, N * b, H] of bfloat16, which are weighted where they came from and summed: [T, H], and what
+        receives it: done already, unless send_only. weights: [T, K] float32. A step of all ranks. Errors: as
+        `Group.combine`."""
+        view, handle = sent.view, sent.handle
+        with gradients.telling(partial(gradients.refuse_combine, handle, view)):
+            for name, given, shape, dtype in (
+                ("x", rows, sent.rows.shape, torch.bfloat16),
+                ("topk_weights", weights, (handle.tokens, self.top_k), torch.float32),
+            ):
+                if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
+                    told = f"is {str(given.dtype)[6:]} {list(given.shape)}"
+                    wanted = f"{str(dtype)[6:]} {list(shape)}"
+                    raise tw.InvalidArgument.of(name, f"{told}; it must be {wanted}")
+            rows, weights = rows.contiguous(), weights.contiguous()
+            if out is None:
+                out = rows.new_empty(handle.tokens, rows.shape[-1])
+        try:
+            asked: dict[str, Any] = {"layout": "expert_major", "weights": weights, "out": out}
+            pending = view.combine(handle, rows, send_only=send_only, **asked)
+        except Exception:
+            give_back(handle)
+            raise
+        return out, _received(pending, handle, send_only)
+
+    def _number(self, tokens: int, view: TypedGroup) -> Tensor:
+        """[T, 1] int32: 0, 1, 2 and so on."""
+        if self._numbers is None or len(self._numbers) < tokens:
+            device = gradients.device_of(view.group)
+            self._numbers = torch.arange(view.max_tokens, dtype=torch.int32, device=device).view(-1, 1)
+        return self._numbers[:tokens]
+
+
+class _Once:
+    """A function that is called once, however often this is."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
+
+
+def _received(pending: Any, handle: Any, send_only: bool) -> Callable[[], None]:
+    """What receives a call that was sent: nothing is left to do of one that is complete."""
+    if send_only:
+        return _Once(partial(_complete, pending, handle))
+    give_back(handle)
+    return _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def _complete(pending: Any, handle: Any) -> None:
+    """Receives, and gives the lane back, of which nothing is needed then: outputs are tensors of their own."""
+    try:
+        pending.hook()
+    finally:
+        give_back(handle)
+
+
+def _check(x: Tensor, ids: Any, bound: int, top_k: int) -> None:
+    if x.dim() != 2 or x.dtype != torch.bfloat16:
+        raise tw.InvalidArgument.of("x", f"is {str(x.dtype)[6:]} {list(x.shape)}; it must be bfloat16 [T, H]")
+    if len(x) > bound:
+        told = f"has {len(x)} rows; it must have at most num_max_dispatch_tokens_per_rank, {bound}"
+        raise tw.InvalidArgument.of("x", told)
+    if not isinstance(ids, Tensor) or tuple(ids.shape) != (len(x), top_k):
+        found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise tw.InvalidArgument.of("topk_idx", f"is {found}; it must be {[len(x), top_k]}")
+
+
+def _outputs(view: TypedGroup, bound: int) -> dict[str, Tensor]:
+    """What a dispatch writes to."""
+    device = gradients.device_of(view.group)
+    experts, places = view.num_local_experts, view.nranks * bound
+    made = {}
+    for name, payload in view.type.all_payloads().items():
+        dtype = getattr(torch, payload.dtype)
+        shape: tuple[int, ...] = experts, places, payload.elements
+        if name == SCALES:
+            step = 16 // dtype.itemsize  # columns begin at multiples of 16 bytes
+            shape = experts, payload.elements, -(-places // step) * step
+        made[name] = torch.empty(shape, dtype=dtype, device=device)
+    made["counts"] = torch.empty(experts, dtype=torch.int32, device=device)
+    made["source_counts"] = torch.empty(experts, view.nranks, dtype=torch.int32, device=device)
+    return made

@@ -1,0 +1,68 @@
+"""What tests of the compatibility with DeepEP have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from harness import PATIENT
+
+
+def begin(store: str, ranks: int) -> tuple[int, Any]:
+    """(rank, device) of a process in a process group of gloo: on the CPU, or where there are as many devices as ranks
+    on one each."""
+    import torch
+    import torch.distributed as dist
+
+    from tokenway.integrations import groups
+
+    rank = int(os.environ["TOKENWAY_RANK"])
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= ranks:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    groups.of(None, device=device, timeout=PATIENT)
+    return rank, device
+
+
+def end() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What it returns, or (class, sentence) of what it raises."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def array(tensor: Any) -> np.ndarray:
+    """A copy, in float32 where NumPy lacks the dtype."""
+    import torch
+
+    known = tensor.dtype in (torch.int32, torch.int64, torch.bool, torch.float32)
+    return (tensor if known else tensor.float()).detach().cpu().numpy().copy()
+
+
+def routed(count: int, experts: int, top_k: int, seed: Any, none: bool = True) -> np.ndarray:
+    """[T, K] int64: other experts for each token, in any order, some -1; of every fifth token all."""
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((count, experts)), axis=1)[:, :top_k].astype(np.int64)
+    if none:
+        ids[rng.random(ids.shape) < 0.2] = -1
+        ids[4::5] = -1
+    return ids
+
+
+def received(ids: np.ndarray, experts: int, rank: int, ranks: int) -> list[int]:
+    """The tokens of a source that a rank receives, in their order."""
+    here = (ids >= 0) & (ids // (experts // ranks) == rank)
+    return [int(t) for t in np.flatnonzero(here.any(axis=1))]
