@@ -42,7 +42,7 @@ def mutated(module: Any, old: str, new: str) -> Any:
 def whole(tensor: Any) -> Any:
     """A gradient as NumPy has it; of one that ranks have a part each of, all of it: collective."""
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().float().numpy().copy()
+    return tensor.detach().float().cpu().numpy().copy()
 
 
 def steps() -> int:

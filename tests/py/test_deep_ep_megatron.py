@@ -27,22 +27,22 @@ CASES: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], tuple[int, int]]]]
 }
 
 
-def run_case(of_one: Any, case: str, rank: int) -> dict[str, Any]:
+def run_case(of_one: Any, device: Any, case: str, rank: int) -> dict[str, Any]:
     """A layer on both ranks, forward and backward, and Megatron's own on this one, which sees both batches."""
     settings, sizes = CASES[case]
     test_megatron.CASES[case] = settings, {}, sizes  # where its `batch` finds sizes
     config = config_of(2, **settings)
     config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "deepep"
-    layer = spec_of()(config=config, layer_number=1)
+    layer = spec_of()(config=config, layer_number=1).to(device)
     weigh(layer, 2 * rank, case)
     before = steps()
-    found = test_megatron.trained(layer, test_megatron.batch(case, rank))
+    found = test_megatron.trained(layer, test_megatron.batch(case, rank).to(device))
     found["experts"], found["steps"] = gradients_of(layer), steps() - before
-    own = spec_of()(config=config_of(1, **settings), layer_number=1, pg_collection=of_one)
+    own = spec_of()(config=config_of(1, **settings), layer_number=1, pg_collection=of_one).to(device)
     weigh(own, 0, case)
     every, wanted, rows = [], {}, 0
     for source in range(2):
-        each = test_megatron.trained(own, test_megatron.batch(case, source))
+        each = test_megatron.trained(own, test_megatron.batch(case, source).to(device))
         every.append(gradients_of(own)[4 * rank : 4 * rank + 4])
         rows = rows + each["rows"][2 * rank : 2 * rank + 2]
         wanted = each if source == rank else wanted
@@ -72,13 +72,13 @@ MUTATIONS = {
 }
 
 
-def mutant(of_one: Any, name: str, rank: int) -> Any:
+def mutant(of_one: Any, device: Any, name: str, rank: int) -> Any:
     """A case through an exchange whose source says something else."""
     from tokenway.compat.deep_ep import normal, ranks
 
     kept, ranks.Normal = ranks.Normal, mutated(normal, *MUTATIONS[name]).Normal
     try:
-        return attempt(run_case, of_one, "equal", rank)
+        return attempt(run_case, of_one, device, "equal", rank)
     finally:
         ranks.Normal = kept
 
@@ -86,8 +86,9 @@ def mutant(of_one: Any, name: str, rank: int) -> Any:
 def rank_main(store: str) -> dict[str, Any]:
     import torch
 
-    rank, _ = begin(store, 2)
-    torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
+    rank, device = begin(store, 2)
+    if device.type == "cpu":
+        torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
     from tokenway.compat import deep_ep
 
     deep_ep.install()  # before Megatron, which asks for it once
@@ -98,9 +99,9 @@ def rank_main(store: str) -> dict[str, Any]:
         moe_utils.te_general_gemm = None  # a name that it looks up, and has only with Transformer Engine
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     of_one = alone()
-    found: dict[str, Any] = {case: attempt(run_case, of_one, case, rank) for case in CASES}
+    found: dict[str, Any] = {case: attempt(run_case, of_one, device, case, rank) for case in CASES}
     for name in MUTATIONS:
-        found[name] = mutant(of_one, name, rank)
+        found[name] = mutant(of_one, device, name, rank)
     found["module"] = sys.modules["megatron.core.transformer.moe.fused_a2a"].Buffer.__module__
     end()
     return found

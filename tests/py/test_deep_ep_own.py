@@ -1,4 +1,4 @@
-"""DeepEP's own tests of its normal and its low-latency mode, over Tokenway on the CPU: those of a checkout."""
+"""DeepEP's own tests of its first and its second API, over Tokenway on the CPU: those of a checkout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def prepare(source: Path) -> None:
     comm = sys.modules["deep_ep.utils.comm"] = types.ModuleType("deep_ep.utils.comm")
     comm.get_nccl_comm_handle = None  # type: ignore[attr-defined]
     compiled, torch.compile = torch.compile, lambda *_, **__: lambda function: function
-    for name in ("envs", "math", "testing"):
+    for name in ("envs", "math", "testing", "gate", "refs"):
         load(f"deep_ep.utils.{name}", source / "deep_ep" / "utils" / f"{name}.py")
     torch.compile = compiled
     testing = sys.modules["deep_ep.utils.testing"]
@@ -79,6 +79,33 @@ def prepare(source: Path) -> None:
         return [1.0 if num_kernels_per_period == 1 else [1.0] * num_kernels_per_period for _ in kernel_names]
 
     testing.bench, testing.bench_kineto = once, profiled  # type: ignore[attr-defined]
+
+
+def elastic_main(ranks: int, rank: int, group: Any, source: Path) -> None:
+    """All cases of the test of the second API, whose rows are compared bit by bit."""
+    import deep_ep
+    import torch
+    import torch.distributed as dist
+
+    elastic = load("test_ep", source / "tests" / "elastic" / "test_ep.py")
+    elastic.dist_print = lambda *_, **__: None
+    # Of DeepEP's kernels; it is compared with itself.
+    deep_ep.EPHandle.dst_buffer_slot_idx = property(lambda handle: handle.topk_idx)
+    exchange = dist.all_to_all_single
+
+    def of_bytes(out: Any, given: Any, *sizes: Any) -> None:  # gloo knows no fp8
+        kinds = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (out, given))
+        exchange(*kinds, *sizes)
+
+    dist.all_to_all_single = of_bytes
+    told = {"num_tokens": 24, "hidden": 256, "num_topk": TOP_K, "num_experts": EXPERTS, "num_sms": 0, "num_qps": 0}
+    told |= {"unbalanced_ratio": 1.0, "precise_unbalanced_ratio": False, "masked_ratio": 0.0, "skip_check": False}
+    told |= {"allow_multiple_reduction": 1, "allow_hybrid_mode": 1, "test_first_only": False}
+    told |= {"skip_perf_test": True, "dump_profile_traces": ""}
+    for waits, masked in ((1, 0.0), (0, 0.3)):
+        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=24, hidden=256, explicitly_destroy=True)
+        args = argparse.Namespace(**told | {"do_cpu_sync": waits, "masked_ratio": masked, "deterministic": bool(waits)})
+        elastic.test_dispatch_combine(buffer, args)
 
 
 def rank_main(store: str, ranks: int) -> dict[str, int]:
@@ -110,6 +137,8 @@ def rank_main(store: str, ranks: int) -> dict[str, int]:
     low.test_main(TOKENS, HIDDEN, EXPERTS, TOP_K, rank, ranks, group, buffer, seed=1)
     torch.Tensor.__matmul__ = mm  # type: ignore[assignment]
     found["low latency"] = steps() - found["normal"]
+    elastic_main(ranks, rank, group, source)
+    found["elastic"] = steps() - found["normal"] - found["low latency"]
     buffer.destroy()
     dist.barrier()
     dist.destroy_process_group()
@@ -122,4 +151,4 @@ def test_deep_eps_own_tests(torch: Any, tmp_path: Path, ranks: int) -> None:
     if not os.environ.get(SOURCE):
         pytest.skip(f"{SOURCE} does not name a checkout of DeepEP")
     for found in tw.run(rank_main, ranks, str(tmp_path / "store"), ranks, timeout=2 * HANGS):
-        assert found["normal"] > 60 and found["low latency"] > 40
+        assert found["normal"] > 60 and found["low latency"] > 40 and found["elastic"] > 1000

@@ -108,11 +108,11 @@ def trained(layer: Any, x: Any) -> dict[str, Any]:
 
     x, rows = x.clone().requires_grad_(), []
     layer.zero_grad()
-    hook = layer.experts.register_forward_pre_hook(lambda _, args: rows.append(args[1].numpy().copy()))
+    hook = layer.experts.register_forward_pre_hook(lambda _, args: rows.append(args[1].cpu().numpy().copy()))
     out, bias = layer(x)
     hook.remove()
     assert bias is None
-    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)).sum().backward()
     (of_experts,) = rows
     return {"out": whole(out), "x": whole(x.grad), "router": whole(layer.router.weight.grad), "rows": of_experts}
 

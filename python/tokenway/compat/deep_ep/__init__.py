@@ -16,15 +16,24 @@ from typing import Any
 from tokenway.compat.deep_ep import installed
 from tokenway.compat.deep_ep.buffer import Buffer
 from tokenway.compat.deep_ep.config import Config, topk_idx_t
+from tokenway.compat.deep_ep.elastic import ElasticBuffer, EPHandle
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 
 __version__ = "2.1.0+tokenway"  # of the surface
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t", "uninstall"]
+_NAMES = {
+    "Buffer": Buffer,
+    "Config": Config,
+    "EPHandle": EPHandle,
+    "ElasticBuffer": ElasticBuffer,
+    "EventHandle": EventHandle,
+    "EventOverlap": EventOverlap,
+    "topk_idx_t": topk_idx_t,
+}
 
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"deep_ep.{name} is not served by tokenway.compat.deep_ep, which has {', '.join(__all__)}; docs/FRAMEWORKS.md "
+        f"deep_ep.{name} is not served by tokenway.compat.deep_ep, which has {', '.join(_NAMES)}; docs/FRAMEWORKS.md "
         "says what to use instead"
     )
 
@@ -34,13 +43,14 @@ def install() -> ModuleType:
     returns the first. Not collective; on every rank, and in each process that is started anew. Does nothing the second
     time. Errors: InvalidUsage if another deep_ep was imported before."""
     events = {"EventHandle": EventHandle, "EventOverlap": EventOverlap}
-    names = {name: globals()[name] for name in ("Buffer", "Config", "topk_idx_t", "__version__", "__getattr__")}
+    names = _NAMES | {"__version__": __version__, "__getattr__": __getattr__}
     return installed.put(
         {
-            "deep_ep": names | events,
+            "deep_ep": names,
             "deep_ep.buffer": {"Buffer": Buffer, "Config": Config} | events,
             "deep_ep.buffers": {},
             "deep_ep.buffers.legacy": {"Buffer": Buffer, "Config": Config},
+            "deep_ep.buffers.elastic": {"ElasticBuffer": ElasticBuffer, "EPHandle": EPHandle},
             "deep_ep.utils": events,
             "deep_ep.utils.event": events,
         }

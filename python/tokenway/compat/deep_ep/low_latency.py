@@ -124,7 +124,7 @@ class LowLatency:
 
     def _number(self, tokens: int, view: TypedGroup) -> Tensor:
         """[T, 1] int32: 0, 1, 2 and so on."""
-        if self._numbers is None or len(self._numbers) < tokens:
+        if self._numbers is None or len(self._numbers) < view.max_tokens:  # all at once: never first in a capture
             device = gradients.device_of(view.group)
             self._numbers = torch.arange(view.max_tokens, dtype=torch.int32, device=device).view(-1, 1)
         return self._numbers[:tokens]

@@ -17,19 +17,22 @@ from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 SCALES = "scales"  # the payload beside a row's values
+Kind = tuple[int, torch.dtype, tuple[tuple[str, int, torch.dtype], ...]]  # H, dtype, and what is beside: name, C, dtype
 
 
 class Rows(NamedTuple):
-    """Rows that are sent: values [T, H], and scales [T, S] of any dtype beside them, or [T]."""
+    """Rows that are sent: values [T, H], and scales [T, S] of any dtype beside them, or [T]; and further tensors [T, C]
+    that travel with them."""
 
     values: Tensor
     scales: Tensor | None
+    others: dict[str, Tensor]
 
     @classmethod
-    def of(cls, x: Any) -> Rows:
+    def of(cls, x: Any, **others: Tensor) -> Rows:
         """From the argument x: a tensor, or a pair of values and scales."""
         values, scales = x if isinstance(x, (tuple, list)) else (x, None)
-        return cls(values, scales)
+        return cls(values, scales, others)
 
     def check(self) -> None:
         """Raises InvalidArgument for what are no rows."""
@@ -42,15 +45,16 @@ class Rows(NamedTuple):
                 told = f"has {len(given)} rows; it must have {len(self.values)}, as x"
                 raise tw.InvalidArgument.of(name, told)
 
-    def beside(self) -> tuple[int, torch.dtype] | None:
-        """Elements of a row's scales, and their dtype; None without scales."""
-        if self.scales is None:
-            return None
-        return (1 if self.scales.dim() == 1 else self.scales.shape[1]), self.scales.dtype
+    def kind(self) -> Kind:
+        """What a row consists of. Errors: those of `check`."""
+        self.check()
+        beside = [(name, x.shape[1], x.dtype) for name, x in self.payloads().items()]
+        return self.values.shape[1], self.values.dtype, tuple(beside)
 
-    def payloads(self) -> dict[str, Tensor] | None:
-        """The scales, as a dispatch takes them."""
-        return None if self.scales is None else {SCALES: self.scales.reshape(len(self.values), -1).contiguous()}
+    def payloads(self) -> dict[str, Tensor]:
+        """What travels beside the values, as a dispatch takes it."""
+        scales = {} if self.scales is None else {SCALES: self.scales.reshape(len(self.values), -1).contiguous()}
+        return scales | self.others
 
     def like(self, values: Tensor, scales: Tensor | None) -> Any:
         """What has come, in the form of the argument x."""
@@ -81,10 +85,9 @@ class Routing:
         return count
 
 
-class Normal:
-    """The exchange of all Buffers of a process group that route alike: over one group, whose room grows with what the
-    ranks have. A dispatch is two steps of all ranks, one with a routing that is known, and a combine one, or two with
-    weights. It holds no lane afterwards, so calls may follow in any order.
+class Exchange:
+    """Calls that route alike, of all Buffers of a process group: over one group, as rows of several types see it. It
+    holds no lane between calls, so these may follow in any order.
 
     peers: those of the process group. experts, top_k: of the routings."""
 
@@ -93,28 +96,30 @@ class Normal:
         self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="high_throughput", id_dtype="int64")
         self._views: dict[Any, TypedGroup] = {}
 
-    # ------------------------------------------------------------------------------------------------------- groups
-
     @property
-    def group(self) -> tw.Group | None:
-        """The group, if there is one by now."""
-        return self.shared.group
+    def group(self) -> tw.Group:
+        """The group, once there is one."""
+        group = self.shared.group
+        assert group is not None, "it is made in the first call that needs it"
+        return group
 
-    def view(self, hidden: int, dtype: torch.dtype, beside: tuple[int, torch.dtype] | None = None) -> TypedGroup:
-        """The group as such rows see it. Collective the first time, and where rows are larger than all before, of which
-        all ranks know alike. Errors: as `SharedGroup.with_room`."""
-        key = hidden, dtype, beside
-        view = self._views.get(key)
-        if view is not None and view.group is self.shared.group:  # else it was closed, and is made anew
+    def view(self, kind: Kind, room: int = 0) -> TypedGroup:
+        """The group as such rows see it. Collective the first time, and where rows, or the room for so many tokens of a
+        rank, are larger than all before, of which all ranks know alike. Errors: as `SharedGroup.with_room`."""
+        view = self._views.get(kind)
+        group = self.shared.group
+        if view is not None and view.group is group and room <= group.max_tokens:  # else it was closed, or grows
             return view
-        room = start_tokens() if self.shared.group is None else self.shared.group.max_tokens
-        view = self._views[key] = self.shared.with_room(self._type(*key), room)
+        hidden, dtype, beside = kind
+        rows = tw.RowType(hidden, dtype, {name: tuple(what) for name, *what in beside} or None)
+        room = max(room, start_tokens() if group is None else group.max_tokens)
+        view = self._views[kind] = self.shared.with_room(rows, room)
         return view
 
-    @staticmethod
-    def _type(hidden: int, dtype: torch.dtype, beside: tuple[int, torch.dtype] | None) -> tw.RowType:
-        """Of such rows; those that return are bfloat16 where values are of a type that is not summed."""
-        return tw.RowType(hidden, dtype, None if beside is None else {SCALES: beside})
+
+class Normal(Exchange):
+    """Of normal mode, whose group grows with what the ranks have. A dispatch is two steps of all ranks, one with a
+    routing that is known, and a combine one, or two with weights."""
 
     # ---------------------------------------------------------------------------------------------------- routings
 
@@ -129,15 +134,17 @@ class Normal:
             handle, problem = None, None
             try:
                 with gradients.telling(self._refuse_routing):
-                    rows.check()
-                    view = self.view(rows.values.shape[1], rows.values.dtype, rows.beside())
+                    view = self.view(rows.kind())
                     tokens = len(rows.values)
-                    _check(ids, weights, tokens, self.top_k)
+                    check_choices(ids, weights, tokens, self.top_k)
                     if tokens > view.max_tokens:
                         told = f"are {tokens}, and the group has room for {view.max_tokens}"
                         raise _NoRoom(f"tokens {told}: make the largest call once before the capture")
                     handle = view.route(ids, weights)
                     most = min(limit, view.max_recv_rows) or None
+                    if most is None and gradients.capturing(view.group):
+                        told = "is 0; while a graph is captured it must be the most rows that may come"
+                        raise tw.InvalidArgument.of("num_worst_tokens", told)
                 return self._counted(view, handle, most, limit, sm_limit)
             except Exception as error:
                 if handle is not None:
@@ -176,8 +183,7 @@ class Normal:
                 rank = next(rank for rank, (_, failed) in enumerate(told) if failed)
                 raise tw.PeerRefused(f"rank {rank} refused its arguments of dispatch") from None
             raise problem
-        view = self.view(rows.values.shape[1], rows.values.dtype, rows.beside())
-        self.shared.with_room(view.type, max(count for count, _ in told))
+        self.view(rows.kind(), max(count for count, _ in told))
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -188,9 +194,8 @@ class Normal:
 
         A step of all ranks. On a CUDA device nothing waits. Errors: as `Group.dispatch`."""
         handle, view = routing.handle, routing.handle.group
-        with gradients.telling(lambda: _refuse_dispatch(view, handle)):
-            rows.check()
-            view = self.view(rows.values.shape[1], rows.values.dtype, rows.beside())
+        with gradients.telling(lambda: refuse_dispatch(view, handle)):
+            view = self.view(rows.kind())
             if len(rows.values) != handle.tokens:
                 told = f"has {len(rows.values)} rows; it must have {handle.tokens}, as when it was routed"
                 raise tw.InvalidArgument.of("x", told)
@@ -209,16 +214,15 @@ class Normal:
         """(what a caller gets, what a dispatch writes to): the second are the first rows of it."""
         device, count = rows.values.device, max(routing.limit, routing.rows)
         whole = {"tokens": rows.values.new_empty(count, rows.values.shape[1])}
-        beside = rows.beside()
-        if beside is not None:
-            whole[SCALES] = torch.empty(count, beside[0], dtype=beside[1], device=device)
+        for name, elements, dtype in rows.kind()[2]:
+            whole[name] = torch.empty(count, elements, dtype=dtype, device=device)
         if first:
             make = torch.empty if count == routing.rows else partial(torch.full, fill_value=-1)
             whole["ids"] = make((count, self.top_k), dtype=torch.int64, device=device)
             whole["weights"] = torch.empty(count, self.top_k, dtype=torch.float32, device=device)
         used = {name: tensor[: routing.rows] for name, tensor in whole.items()}
         if first:
-            used["counts"] = torch.empty(self.shared.group.nranks, dtype=torch.int32, device=device)
+            used["counts"] = torch.empty(self.group.nranks, dtype=torch.int32, device=device)
         return whole, used
 
     def gather(
@@ -229,10 +233,10 @@ class Normal:
 
         A step of all ranks, or two with weights. Errors: as `Group.combine`."""
         handle, view, beside = routing.handle, routing.handle.group, None
-        with gradients.telling(lambda: _refuse_combine(handle, view, beside)):
-            beside = None if weights is None else self.view(self.top_k, torch.float32)
+        with gradients.telling(lambda: refuse_combine(handle, view, beside)):
+            beside = None if weights is None else self.view((self.top_k, torch.float32, ()))
             values = _used("x", rows, routing, (rows.shape[-1],), rows.dtype)
-            view = self.view(rows.shape[-1], rows.dtype)
+            view = self.view((rows.shape[-1], rows.dtype, ()))
             if weights is not None:
                 weights = _used("topk_weights", weights, routing, (self.top_k,), torch.float32)
         try:
@@ -246,15 +250,15 @@ class Normal:
     def sums(self, per_expert: Tensor) -> list[int]:
         """[E] int32 of this rank: over all ranks, those of this rank's experts, on the host. As many steps as there are
         parts of `max_tokens` experts."""
-        group = self.shared.group
-        parts = []
+        group, parts = self.group, []
         for part in per_expert.to(torch.int32).view(-1, 1).split(group.max_tokens):
             came = group.all_gatherv(part, [len(part)] * group.nranks, bound=len(part)).rows
             parts.append(came.view(group.nranks, len(part)).sum(0))
         return torch.cat(parts).view(group.nranks, -1)[group.rank].tolist()
 
 
-def _check(ids: Any, weights: Any, tokens: int, top_k: int) -> None:
+def check_choices(ids: Any, weights: Any, tokens: int, top_k: int) -> None:
+    """Raises InvalidArgument unless they are [T, K], or there are no weights."""
     for name, given in (("topk_idx", ids), ("topk_weights", weights)):
         if given is None and name != "topk_idx":
             continue
@@ -273,16 +277,18 @@ def _used(name: str, rows: Tensor, routing: Routing, row: tuple[int, ...], dtype
     return rows[: routing.rows].contiguous()
 
 
-def _refuse_dispatch(view: TypedGroup, handle: Any) -> None:
+def refuse_dispatch(view: TypedGroup, handle: Any, layout: str = "flat") -> None:
     """As `Group.refuse_dispatch`, on the lane that the handle holds."""
     with suppress(tw.TokenwayError):
-        view.dispatch(handle, None, layout="flat")
+        view.dispatch(handle, None, layout=layout)
     give_back(handle)
 
 
-def _refuse_combine(handle: Any, view: TypedGroup, beside: TypedGroup | None) -> None:
-    """Of both steps where peers learn late: they are on their way to the second one."""
-    gradients.refuse_combine(handle, view)
+def refuse_combine(handle: Any, view: TypedGroup, beside: TypedGroup | None, values: Any = None) -> None:
+    """As `Group.refuse_dispatch`. beside: of a second step, where peers that learn late are on their way to it. values:
+    anything, if the peers' combine has values of choices."""
+    with suppress(tw.TokenwayError):
+        view.combine(handle, None, choice_values=values)
     if beside is not None and view.native.place.learns_late:
         gradients.refuse_combine(handle, beside)
     give_back(handle)

@@ -10,6 +10,7 @@ import torch
 
 import tokenway as tw
 from tokenway.compat.deep_ep.events import Streams
+from tokenway.compat.deep_ep.expanded import Expanded
 from tokenway.compat.deep_ep.low_latency import LowLatency
 from tokenway.compat.deep_ep.normal import Normal
 from tokenway.integrations import groups
@@ -26,16 +27,20 @@ class Ranks:
 
     def normal(self, peers: groups.Peers, experts: int, top_k: int) -> Normal:
         """The exchange of normal mode. Not collective."""
-        key = Normal, experts, top_k
-        if key not in self._exchanges:
-            self._exchanges[key] = Normal(peers, experts, top_k)
-        return self._exchanges[key]
+        return self._exchange(Normal, peers, experts, top_k)
 
     def low_latency(self, peers: groups.Peers, experts: int, top_k: int) -> LowLatency:
         """The exchange of low-latency mode. Not collective."""
-        key = LowLatency, experts, top_k
+        return self._exchange(LowLatency, peers, experts, top_k)
+
+    def expanded(self, peers: groups.Peers, experts: int, top_k: int) -> Expanded:
+        """The exchange of ElasticBuffers. Not collective."""
+        return self._exchange(Expanded, peers, experts, top_k)
+
+    def _exchange(self, kind: Any, peers: groups.Peers, experts: int, top_k: int) -> Any:
+        key = kind, experts, top_k
         if key not in self._exchanges:
-            self._exchanges[key] = LowLatency(peers, experts, top_k)
+            self._exchanges[key] = kind(peers, experts, top_k)
         return self._exchanges[key]
 
     def close(self) -> None:

@@ -1,0 +1,326 @@
+"""DeepEP's second API, `ElasticBuffer`: dispatch and combine, over Tokenway's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+import tokenway as tw
+from tokenway.compat.deep_ep import ranks
+from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
+from tokenway.compat.deep_ep.expanded import NUMBER, WEIGHTS, Expanded, Plan
+from tokenway.compat.deep_ep.normal import SCALES, Rows
+
+
+class EPHandle:
+    """Of a dispatch: what `ElasticBuffer.combine`, and dispatches by the same routing, take. N ranks, L experts of this
+    rank; R rows that come by source, or as many as can come where the host did not wait.
+
+    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms, topk_idx: as they were given.
+    num_recv_tokens: R. num_expanded_tokens: rows by expert. num_recv_tokens_per_expert_list: rows of each expert,
+    rounded up to the alignment; [] where the host did not wait."""
+
+    def __init__(self, plan: Plan, exchange: Expanded, topk_idx: Tensor, num_sms: int):
+        self.plan, self.exchange = plan, exchange
+        self.do_expand, self.expert_alignment = plan.expand, plan.alignment
+        self.num_experts, self.num_max_tokens_per_rank = exchange.experts, plan.bound
+        self.num_sms, self.topk_idx = num_sms, topk_idx
+        self.num_recv_tokens = plan.tokens
+        self.num_expanded_tokens = plan.size if plan.expand else 0
+        self.num_recv_tokens_per_expert_list = [_up(count, plan.alignment) for count in plan.experts or []]
+        self._metadata: Tensor | None = None
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        """[L] int32: rows of each expert, on the device."""
+        plan = self.plan
+        if plan.expand:
+            return plan.counts
+        local = self.exchange.group.num_local_experts
+        if plan.experts is not None:
+            return torch.tensor(plan.experts, dtype=torch.int32, device=plan.ids.device)
+        places = torch.where(plan.ids < 0, local, plan.ids).view(-1)
+        counts = torch.zeros(local + 1, dtype=torch.int32, device=plan.ids.device)
+        return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[:local]
+
+    @property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        """[L] int32, on the device: by source, running sums of the experts' rows, each rounded up to the alignment; by
+        expert, where each expert's rows end, of which those of the next begin at the next multiple of it."""
+        if self.plan.expand:
+            return self.plan.offsets[:-1] + self.plan.counts
+        counts = self.num_unaligned_recv_tokens_per_expert
+        return (_up(counts, self.expert_alignment)).cumsum(0, dtype=torch.int32)
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        """[N] int32, on the device: running sums of the tokens from each rank, each counted once."""
+        size = self.exchange.group.nranks
+        if not self.plan.expand:
+            return self.plan.counts.cumsum(0, dtype=torch.int32)
+        sources = self._by_source()
+        sources = torch.where(sources < 0, size, sources // self.num_max_tokens_per_rank)
+        counts = torch.zeros(size + 1, dtype=torch.int32, device=sources.device)
+        counts.scatter_add_(0, sources, torch.ones_like(sources, dtype=torch.int32))
+        return counts[:size].cumsum(0, dtype=torch.int32)
+
+    @property
+    def recv_src_metadata(self) -> Tensor:
+        """[R, K + 2] int32: of each row by source, its number, source * num_max_tokens_per_rank + token; -1; and by
+        expert, where its K rows are, -1 for none. Rows beyond those that come hold -1."""
+        if self._metadata is None:
+            plan, top_k = self.plan, self.exchange.top_k
+            numbers = self._by_source() if plan.expand else plan.numbers.view(-1)
+            whole = torch.full((len(numbers), top_k + 2), -1, dtype=torch.int32, device=numbers.device)
+            whole[:, 0] = numbers
+            if plan.expand:
+                slots = torch.full((plan.tokens * top_k + 1,), -1, dtype=torch.int32, device=numbers.device)
+                places = torch.where(plan.origins < 0, plan.tokens * top_k, plan.origins)
+                slots.scatter_(0, places, torch.arange(len(places), dtype=torch.int32, device=numbers.device))
+                whole[:, 2:] = slots[:-1].view(-1, top_k)
+            self._metadata = whole
+        return self._metadata
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, given: Tensor) -> None:
+        self._metadata = given
+
+    def _by_source(self) -> Tensor:
+        """[R] int64: the numbers of rows by source, from those by expert; -1 where none comes."""
+        plan = self.plan
+        rows = torch.where(plan.origins < 0, plan.tokens, plan.origins // self.exchange.top_k)
+        found = torch.full((plan.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
+        return found.scatter_(0, rows, plan.numbers.view(-1)[: len(rows)].long())[:-1]
+
+
+class ElasticBuffer:
+    """What DeepEP 2 calls a buffer: dispatches, whose bound all ranks know, and combines, of a process group.
+
+    Making one is not collective and takes no memory: groups are made as those of `Buffer`, with which it shares them,
+    for `num_max_tokens_per_rank` tokens of a rank, alike on all ranks, here or in a call. num_topk, hidden, bytes, QPs,
+    modes and timeouts are kept or dropped, and change nothing. All ranks are one domain (`num_scaleup_ranks`).
+
+    Streams, steps and errors are those of `Buffer`. `deterministic` is always so. Sums are float32 over a rank's
+    experts, rounded once, and over ranks ascending."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ):
+        self.group = group
+        self.rank_idx = self.scaleup_rank_idx = self.rank = group.rank()
+        self.num_ranks = self.num_scaleup_ranks = self.num_nvlink_ranks = self.group_size = group.size()
+        self.num_scaleout_ranks, self.scaleout_rank_idx, self.num_rdma_ranks = 1, 0, 1
+        self.num_max_tokens_per_rank, self.num_bytes = num_max_tokens_per_rank, num_bytes or 0
+        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps, explicitly_destroy
+
+    def destroy(self) -> None:
+        """As `Buffer.destroy`."""
+        assert self.explicitly_destroy, "explicitly_destroy must be set to destroy an ElasticBuffer"
+        ranks.close(self.group)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, *_: Any, **__: Any
+    ) -> int:
+        """A number for num_bytes: of bfloat16 rows, from each rank. Tokenway's windows follow what is sent."""
+        return 2 * hidden * num_max_tokens_per_rank * group.size()
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """What the current stream holds at this moment."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """As `Buffer.get_comm_stream`."""
+        if not torch.cuda.is_available():
+            _no("get_comm_stream", "calls on the CPU have no stream")
+        return ranks.of(self.group, torch.device("cuda", torch.cuda.current_device()))[0].streams.own
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(1, N): all ranks are one domain."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(1, N): all ranks are one domain."""
+        return 1, self.num_ranks
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
+        """0, for `num_sms`: as many as Tokenway chooses."""
+        return 0
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: Tokenway has none."""
+        return 0
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Waits on the host for all ranks to come here, and for what their devices are doing. Collective."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        torch.distributed.barrier(self.group)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Sends each token once to each rank of its experts, where it lies by source, or with do_expand once for each
+        of its experts there.
+
+        x: [T, H] bfloat16 (or float32, float16), or (values of any dtype, scales [T, S] of any dtype). topk_idx: [T, K]
+        int64, -1 for none; topk_weights: [T, K] float32. num_experts is needed without a handle.
+        num_max_tokens_per_rank: T at most, alike on all ranks (default: the constructor's). expert_alignment: a power
+        of two to 256. do_cpu_sync: the host waits for what comes, and outputs are as large as that (the default); else
+        they are as large as can come, and nothing waits: a call can be captured, once one of this size was made.
+        handle: of another dispatch, whose routing this one has; x may be of another type, topk_weights others.
+        use_tma_aligned_col_major_sf: scales by column, beginning at multiples of 16 bytes. Padding is always zeros
+        between experts. cumulative_local_expert_recv_stats: [L] int32, to which the rows of each expert are added.
+
+        Returns (x in the form given, [R, H] by source, or [P, H] by expert, each expert's rows beginning at a multiple
+        of the alignment; topk_idx [R, K] of this rank's experts, or -1, None by expert; topk_weights [R, K], or [P], if
+        they were given; handle; event). A step of all ranks. Errors: as `Buffer.dispatch`."""
+        here, peers = ranks.of(self.group, (x[0] if isinstance(x, (tuple, list)) else x).device)
+        inputs = (*(x if isinstance(x, (tuple, list)) else (x,)), topk_idx, topk_weights)
+        with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
+            _wait(previous_event_before_epilogue)
+            if handle is None:
+                if topk_idx is None or num_experts is None:
+                    raise tw.InvalidArgument.of("topk_idx", "and num_experts must be given, or a handle")
+                bound = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+                if bound < 1:
+                    told = "is 0; it must be at least 1, here or in the constructor, alike on all ranks"
+                    raise tw.InvalidArgument.of("num_max_tokens_per_rank", told)
+                plan = Plan(None, do_expand, bound, expert_alignment or 1, do_cpu_sync is None or do_cpu_sync)
+                exchange = here.expanded(peers, num_experts, topk_idx.shape[-1])
+                rows = Rows.of(x, **{NUMBER: self._numbers(bound, inputs[0])})
+                exchange.route(rows, topk_idx, topk_weights, plan, num_sms)
+                found = exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, True)
+                ids, weights = plan.ids, found["weights"]
+                if ids is not None:
+                    weights.masked_fill_(ids < 0, 0)
+                handle = EPHandle(plan, exchange, topk_idx.clone() if do_handle_copy else topk_idx, num_sms)
+            else:
+                plan, others = handle.plan, {} if topk_weights is None else {WEIGHTS: topk_weights}
+                rows = Rows.of(x, **others)
+                found = handle.exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, False)
+                ids, weights = plan.ids, None if topk_weights is None else _weights(plan, found[WEIGHTS])
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+            scales = found.get(SCALES)
+            if scales is not None and use_tma_aligned_col_major_sf:
+                scales = scales.t()[: plan.size]
+            call.gives(found["tokens"], scales, ids, weights, plan.counts, plan.numbers, plan.offsets, plan.origins)
+        given = weights if topk_weights is not None else None
+        return rows.like(found["tokens"], scales), ids, given, handle, call.event
+
+    def _numbers(self, bound: int, values: Tensor) -> Tensor:
+        """[T, 1] int32: of this rank's tokens among those of all ranks."""
+        first = self.rank_idx * bound
+        return torch.arange(first, first + len(values), dtype=torch.int32, device=values.device).view(-1, 1)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sums rows where they came from: over ranks, and by expert first over a rank's experts. x: [R, H] or [P, H]
+        bfloat16 (or float32, float16), as received. topk_weights: [R, K], or [P] by expert, float32, which return too,
+        each from the rank of its expert, on all ranks or on none. bias: as of `Buffer.combine`. Returns (x [T, H],
+        topk_weights [T, K] or None, event). A step of all ranks. Errors: as `Buffer.dispatch`."""
+        if not isinstance(handle, EPHandle):
+            told = f"is of type {type(handle).__name__}; it must come from ElasticBuffer.dispatch"
+            raise tw.InvalidArgument.of("handle", told)
+        here, _ = ranks.of(self.group, x.device)
+        first, second = bias if isinstance(bias, (tuple, list)) else (bias, None)
+        inputs = x, topk_weights, first, second
+        with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
+            _wait(previous_event_before_epilogue)
+            if second is not None:
+                first = second if first is None else first.float() + second.float()
+            out, weights = handle.exchange.gather(handle.plan, x, topk_weights, first, num_sms or handle.num_sms)
+            call.gives(out, weights)
+        return out, weights, call.event
+
+
+def _up(count: Any, alignment: int) -> Any:
+    """Rounded up."""
+    return (count + alignment - 1) // alignment * alignment
+
+
+def _wait(event: Any) -> None:
+    """Has the current stream wait for an event, if there is one."""
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _weights(plan: Plan, came: Tensor) -> Tensor:
+    """Those of this rank's experts, from all of a token's: [R, K], or of a row's choice [P]."""
+    if not plan.expand:
+        return came.masked_fill(plan.ids < 0, 0)
+    choices = plan.origins.clamp(min=0) % came.shape[1]
+    chosen = came[: len(choices)].gather(1, choices.view(-1, 1)).view(-1).masked_fill(plan.origins < 0, 0)
+    return torch.nn.functional.pad(chosen, (0, plan.size - len(chosen)))
+
+
+def _no(what: str, instead: str) -> NoReturn:
+    raise tw.Unsupported(f"{what} is not served by tokenway.compat.deep_ep: {instead}")
+
+
+def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        """Unsupported."""
+        _no(name, instead)
+
+    return refuse
+
+
+for _name in ("engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv"):
+    setattr(ElasticBuffer, _name, _refusing(_name, "Tokenway has no such thing"))
+for _name in ("create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "all_gather"):
+    setattr(ElasticBuffer, _name, _refusing(_name, "Group.all_gatherv and Group.reduce_scatterv gather and reduce"))
