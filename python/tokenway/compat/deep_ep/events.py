@@ -79,7 +79,7 @@ class Streams:
     def __init__(self, device: torch.device):
         self.device = device
         self._own: Any = None
-        self.last: tuple[Any, bool] | None = None  # of the last call: its stream, and whether it was captured
+        self.last: Any = None  # of the last call
 
     @property
     def own(self) -> Any:
@@ -136,25 +136,35 @@ class Call:
         self._guard = torch.cuda.stream(self._stream)
         self._guard.__enter__()
         self._captured = torch.cuda.is_current_stream_capturing()
-        # What was captured has not run, and what runs is no part of a graph: who replays orders these.
-        if streams.last is not None and streams.last[1] == self._captured and streams.last[0] != self._stream:
-            self._stream.wait_stream(streams.last[0])
+        # A graph cannot wait for what is no part of it: who replays orders these.
+        if streams.last not in (None, self._stream) and _capturing(streams.last) == self._captured:
+            self._stream.wait_stream(streams.last)
         return self
 
     def gives(self, *tensors: Any) -> None:
         """What it returns: memory of the stream of calls, which the caller's stream uses from now on."""
         self._given += [x for x in tensors if isinstance(x, Tensor)]
 
-    def __exit__(self, kind: Any, *rest: object) -> None:
-        self._streams.last = self._stream, self._captured
-        if kind is None and self._asynchronous:
-            held = None
-            if self._captured:  # the allocator cannot note streams in a capture: whoever has the event keeps them
-                held = (*self._inputs, *self._given)
-            else:
-                for tensor in self._inputs:
-                    tensor.record_stream(self._stream)
-                for tensor in self._given:
-                    tensor.record_stream(self._current)
-            self.event = EventOverlap(EventHandle(), held)
-        self._guard.__exit__(kind, *rest)
+    def __exit__(self, *error: Any) -> None:
+        self._streams.last = self._stream
+        try:
+            if self._asynchronous:
+                self.event = EventOverlap(EventHandle(), self._held())
+        finally:
+            self._guard.__exit__(*error)
+
+    def _held(self) -> tuple[Tensor, ...] | None:
+        """Notes which streams use which memory: those tensors, if the event is to keep them instead."""
+        if self._captured:  # the allocator cannot note it in a capture
+            return (*self._inputs, *self._given)
+        for tensor in self._inputs:
+            tensor.record_stream(self._stream)
+        for tensor in self._given:
+            tensor.record_stream(self._current)
+        return None
+
+
+def _capturing(stream: Any) -> bool:
+    """Whether a stream is captured now."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
