@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tokenway as tw
 from tokenway.compat.deep_ep import ranks
-from tokenway.compat.deep_ep.config import Config, low_latency_size_hint
+from tokenway.compat.deep_ep.config import Config, low_latency_size_hint, not_served
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenway.compat.deep_ep.handles import LowLatencyHandle, NormalHandle, routing_of, sent_of
 from tokenway.compat.deep_ep.normal import Normal, Rows
@@ -59,7 +59,7 @@ class Buffer:
             told = "give a process group of torch.distributed" if comm is None else "an MPI communicator will not do"
             raise tw.Unsupported(f"group is None: {told}; tokenway.connect(allgather=...) joins ranks that have none")
         if enable_shrink:
-            _no("enable_shrink", "a group that has lost ranks shrinks instead (tokenway.Group.shrink)")
+            not_served("enable_shrink", "a group that has lost ranks shrinks instead (tokenway.Group.shrink)")
         self.group = group
         self.rank: int = group.rank()
         self.group_size: int = group.size()
@@ -106,12 +106,12 @@ class Buffer:
     def get_comm_stream(self) -> Any:
         """The torch.cuda.Stream that asynchronous calls on the current device run on; Unsupported without CUDA."""
         if not torch.cuda.is_available():
-            _no("get_comm_stream", "calls on the CPU have no stream")
+            not_served("get_comm_stream", "calls on the CPU have no stream")
         return ranks.of(self.group, torch.device("cuda", torch.cuda.current_device()))[0].streams.own
 
     def get_local_buffer_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Unsupported."""
-        _no("get_local_buffer_tensor", "windows are Tokenway's own; tensors of a group that shows them: rank_major")
+        not_served("get_local_buffer_tensor", "the layout rank_major of a tokenway.Group shows a window")
 
     # -------------------------------------------------------------------------------------------------- normal mode
 
@@ -267,9 +267,7 @@ class Buffer:
         What is returned is the caller's own. Nothing waits, and it can be captured, once a call of this size was made.
         With return_recv_hook the call runs on the current stream; two calls may be under way. A step of all ranks.
         Errors: as `dispatch`."""
-        for name, given in {"dispatch_wait_recv_cost_stats": dispatch_wait_recv_cost_stats, **others}.items():
-            if given is not None and given is not False:
-                _no(name, "leave it out")
+        _leave_out(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
         here, peers = ranks.of(self.group, x.device)
         exchange = here.low_latency(peers, num_experts, topk_idx.shape[-1])
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
@@ -304,10 +302,8 @@ class Buffer:
         receives, if it was asked for). A dispatch may be combined more than once. Streams, steps and errors as
         `low_latency_dispatch`."""
         if use_logfmt:
-            _no("use_logfmt", "rows return as bfloat16")
-        for name, given in {"combine_wait_recv_cost_stats": combine_wait_recv_cost_stats, **others}.items():
-            if given is not None and given is not False:
-                _no(name, "leave it out")
+            not_served("use_logfmt", "rows return as bfloat16")
+        _leave_out(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
         sent = sent_of(handle)
         if zero_copy and sent.buffer is not None:
             x = sent.buffer
@@ -329,7 +325,7 @@ class Buffer:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Unsupported, but to unmask a rank, as none is masked."""
         if mask:
-            _no("low_latency_update_mask_buffer", "a group that has lost ranks shrinks (tokenway.Group.shrink)")
+            not_served("low_latency_update_mask_buffer", "a group that has lost ranks shrinks (tokenway.Group.shrink)")
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """[N] int32 of zeros: no rank is masked."""
@@ -339,8 +335,11 @@ class Buffer:
         """No rank is masked."""
 
 
-def _no(what: str, instead: str) -> NoReturn:
-    raise tw.Unsupported(f"{what} is not served by tokenway.compat.deep_ep: {instead}")
+def _leave_out(**given: Any) -> None:
+    """Raises Unsupported for arguments that are not served, unless they are None or False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            not_served(name, "leave it out")
 
 
 def _by_rank(token_in_rank: Any) -> Tensor:

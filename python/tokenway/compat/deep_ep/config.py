@@ -1,13 +1,14 @@
-"""Numbers that DeepEP asks its callers for, and hands out: how many SMs, and how many bytes."""
+"""Numbers that DeepEP asks its callers for, and hands out: how many SMs, and how many bytes; and what it does not."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
-from tokenway import InvalidArgument
+from tokenway import InvalidArgument, Unsupported
 
 MAX_TOKENS = "TOKENWAY_DEEP_EP_MAX_TOKENS"
 topk_idx_t = torch.int64  # of topk_idx
@@ -46,3 +47,8 @@ def start_tokens() -> int:
     if not given.isdecimal() or not 1 <= int(given) < 2**31:
         raise InvalidArgument(f"environment variable {MAX_TOKENS} is {given!r}; it must be from 1 to {2**31 - 1}")
     return int(given)
+
+
+def not_served(what: str, instead: str) -> NoReturn:
+    """Raises Unsupported. instead: what to do."""
+    raise Unsupported(f"{what} is not served by tokenway.compat.deep_ep: {instead}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tokenway as tw
 from tokenway.compat.deep_ep import ranks
+from tokenway.compat.deep_ep.config import not_served
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenway.compat.deep_ep.expanded import NUMBER, WEIGHTS, Expanded, Plan
 from tokenway.compat.deep_ep.normal import SCALES, Rows
@@ -155,7 +156,7 @@ class ElasticBuffer:
     def get_comm_stream(self) -> Any:
         """As `Buffer.get_comm_stream`."""
         if not torch.cuda.is_available():
-            _no("get_comm_stream", "calls on the CPU have no stream")
+            not_served("get_comm_stream", "calls on the CPU have no stream")
         return ranks.of(self.group, torch.device("cuda", torch.cuda.current_device()))[0].streams.own
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -308,14 +309,10 @@ def _weights(plan: Plan, came: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, plan.size - len(chosen)))
 
 
-def _no(what: str, instead: str) -> NoReturn:
-    raise tw.Unsupported(f"{what} is not served by tokenway.compat.deep_ep: {instead}")
-
-
 def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         """Unsupported."""
-        _no(name, instead)
+        not_served(name, instead)
 
     return refuse
 
