@@ -56,7 +56,8 @@ ALLOWED |= {
     "cpu": BACKEND | {"quantize"},
     "cuda/launch": SHARED | {"views"},
     "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh", "cuda/transport/store.cuh"},
-    **{f"cuda/{room}": KERNEL for room in ("dispatch", "counts", "view", "step")},
+    **{f"cuda/{room}": KERNEL for room in ("counts", "view", "step")},
+    "cuda/dispatch": KERNEL | {"cuda/view/by_expert.cuh"},  # rows that go straight to their experts
     "cuda/combine": KERNEL | {"quantize"},  # rows that return as fp8
     "cuda/collective": KERNEL | {"cuda/combine"},  # a reduce-scatter is a combine whose owners are known
     "cuda/plan": SHARED | {"cuda/launch", "core/status.h", "core/plan_query.h"},

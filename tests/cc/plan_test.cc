@@ -3,6 +3,7 @@
 // and the SMs that were measured.
 #include <random>
 
+#include "cuda/plan/by_expert.h"
 #include "cuda/plan/collective.h"
 #include "cuda/plan/combine.h"
 #include "cuda/plan/dispatch.h"
@@ -83,6 +84,25 @@ void expect_covers(const Tiles& tiles, const WideTiles& wide, int32_t rows) {
   EXPECT_LE(wide.rows, static_cast<uint32_t>(std::max(rows, 0)));
 }
 
+// What a call in a layout by expert is planned as, if its dispatch is one kernel.
+struct ByExpert {
+  bool is;
+  ByExpertParams p;
+};
+ByExpert by_expert_of(const Budget& budget, const Shape& shape, int tokens, const ByExpertFacts& facts,
+                      bool usual = true, bool send_only = false) {
+  ByExpert made{};
+  made.p.call = dispatch_of(budget, shape, tokens, usual);
+  if (send_only) {
+    made.p.call.receive = 0;
+    plan_dispatch(budget, shape, {dispatch_words(shape), usual, false}, &made.p.call);
+  }
+  made.p.call.at.bytes = 4000;
+  made.is = plan_by_expert(budget, shape, facts, &made.p);
+  return made;
+}
+ByExpertFacts facts_of(const Shape& shape) { return {true, false, 16, shape.experts / shape.ranks}; }
+
 TEST(Plan, WhateverTheCallEachRowIsSomebodys) {
   std::mt19937 random(1);
   const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
@@ -119,6 +139,58 @@ TEST(Plan, WhateverTheCallEachRowIsSomebodys) {
     EXPECT_LE(c.drawn, kChunks / 2);
     EXPECT_LE(c.single, c.wide.tiles());
   }
+}
+
+// One kernel brings rows to their experts where it can, and nowhere else: it would read or write what is not there.
+TEST(Plan, RowsGoStraightToTheirExperts) {
+  for (const int ranks : {2, 3, 4, 8, 32}) {
+    for (const int tokens : {1, 8, 33, 128, 512, 1024}) {
+      const Shape shape = shape_of(ranks, tokens);
+      const Budget budget = budget_of(shape);
+      SCOPED_TRACE(::testing::Message() << ranks << " ranks, " << tokens << " tokens");
+      const ByExpert found = by_expert_of(budget, shape, tokens, facts_of(shape));
+      ASSERT_EQ(found.is, tokens <= 2048 / ranks) << "all that come as packets";
+      if (!found.is) continue;
+      const DispatchParams& p = found.p.call;
+      expect_fits(budget, p.roles);
+      EXPECT_EQ(p.roles.apart, 1) << "blocks that receive wait for all peers before they store anything (S7)";
+      EXPECT_LE(p.tiles.tile_groups, kByExpertGroups);
+      EXPECT_GE(uint64_t{p.tiles.per_row.divisor} * p.tiles.tile_groups, p.tiles.groups) << "a part is nobody's";
+      EXPECT_EQ(found.p.rest.divisor, std::max(1u, p.tiles.per_row.divisor - 1));
+      EXPECT_EQ(found.p.slots.divisor * found.p.ranks.divisor, static_cast<uint32_t>(ranks * tokens));
+      const ByExpertScratch& at = found.p.at;
+      EXPECT_GE(at.came, 4000u) << "behind what a dispatch has";
+      EXPECT_LE(at.bytes, kMostShared);
+      EXPECT_GE(32 * at.words, static_cast<uint32_t>(ranks * tokens)) << "each row has a bit";
+      EXPECT_GT(at.pitch, at.words) << "behind the bits of an expert is its sum";
+      EXPECT_EQ(at.pitch % 2, 1u);
+    }
+  }
+}
+
+TEST(Plan, RowsThatAreCopiedToTheirExperts) {
+  const Shape shape = shape_of(4, 128);
+  const Budget budget = budget_of(shape);
+  const ByExpertFacts usual = facts_of(shape);
+  ASSERT_TRUE(by_expert_of(budget, shape, 128, usual).is);
+  const auto copied = [&](const char* why, auto&& change) {
+    ByExpertFacts facts = usual;
+    change(facts);
+    EXPECT_FALSE(by_expert_of(budget, shape, 128, facts).is) << why;
+  };
+  copied("another layout", [](ByExpertFacts& facts) { facts.by_expert = false; });
+  copied("columns", [](ByExpertFacts& facts) { facts.columns = true; });
+  copied("rows are stored 8 bytes at a time", [](ByExpertFacts& facts) { facts.width = 4; });
+  copied("a payload that is not wanted", [](ByExpertFacts& facts) { facts.width = 0; });
+  copied("more experts than shared memory counts", [](ByExpertFacts& facts) { facts.local_experts = 4000; });
+  EXPECT_FALSE(by_expert_of(budget, shape, 128, usual, false).is) << "a call that only the generic kernel can do";
+  EXPECT_FALSE(by_expert_of(budget, shape, 128, usual, true, true).is) << "rows are received later";
+  EXPECT_FALSE(by_expert_of(budget_of(shape, 24), shape, 128, usual).is) << "few SMs";
+  EXPECT_FALSE(by_expert_of(budget_of(shape, 0, 1), shape, 128, usual).is) << "one block does all";
+  const Shape prefill = shape_of(4, 4096);
+  EXPECT_FALSE(by_expert_of(budget_of(prefill), prefill, 4096, usual).is) << "Simple rows";
+  const Shape exact = shape_of(4, 128, true);
+  EXPECT_FALSE(by_expert_of(budget_of(exact), exact, 128, usual).is) << "high throughput";
 }
 
 TEST(Plan, CallsThatWereMeasured) {

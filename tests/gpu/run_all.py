@@ -67,6 +67,7 @@ BEHAVIOUR = (
     "per_expert_refused",
     "any_placement",
     "grouped_by_bound",
+    "straight",
     "bias",
     "fp8_combine",
     "token_replicas",

@@ -83,13 +83,13 @@ __device__ inline void put_items(const Block& b, int token, uint32_t item, Vec16
   if (w + 1 < static_cast<int>(b.meta_words())) pair->b = odd;
 }
 
-// Gives the j-th id or weight out of a packet that has come.
-__device__ inline uint32_t item_of(const Vec16& pair, int j) {
+// Gives the j-th id or weight out of a packet that has come. `first`: the packet's first thread in the warp.
+__device__ inline uint32_t item_of(const Vec16& pair, int j, int first = 0) {
   const int at = j + 2;  // the first word is the header
-  const uint32_t half[4] = {__shfl_sync(~0u, static_cast<uint32_t>(pair.a), at / 4),
-                            __shfl_sync(~0u, static_cast<uint32_t>(pair.a >> 32), at / 4),
-                            __shfl_sync(~0u, static_cast<uint32_t>(pair.b), at / 4),
-                            __shfl_sync(~0u, static_cast<uint32_t>(pair.b >> 32), at / 4)};
+  const uint32_t half[4] = {__shfl_sync(~0u, static_cast<uint32_t>(pair.a), first + at / 4),
+                            __shfl_sync(~0u, static_cast<uint32_t>(pair.a >> 32), first + at / 4),
+                            __shfl_sync(~0u, static_cast<uint32_t>(pair.b), first + at / 4),
+                            __shfl_sync(~0u, static_cast<uint32_t>(pair.b >> 32), first + at / 4)};
   const uint32_t low = (at & 1) != 0 ? half[1] : half[0];
   return (at & 2) == 0 ? low : (at & 1) != 0 ? half[3] : half[2];
 }
@@ -109,6 +109,13 @@ struct ItemsAt {
   }
   __device__ void pin() { cuda::pin(window, kept, shown); }
 };
+// Keeps the metadata of a row of [N, b] in the handle alone. `pair`: the words of the row's first group.
+__device__ inline void keep_items(const Block& b, int64_t row, const Vec16& pair) {
+  const uint32_t w = 2 * static_cast<uint32_t>(lane());
+  uint64_t* const kept = b.p.handle.meta + row * b.meta_words() + w;
+  if (w < b.meta_words()) kept[0] = pair.a;
+  if (w + 1 < b.meta_words()) kept[1] = pair.b;
+}
 // Stores them. `pair`: the words of the row's first group; `id`, `weight`: the lane()-th.
 __device__ inline void take_items(const Block& b, const ItemsAt& at, const Vec16& pair, uint32_t id, uint32_t weight) {
   const uint32_t w = 2 * static_cast<uint32_t>(lane());

@@ -16,6 +16,7 @@
 #include "core/steps.h"
 #include "cuda/launch/bias.h"
 #include "cuda/launch/steps.h"
+#include "cuda/plan/by_expert.h"
 #include "cuda/plan/combine.h"
 #include "cuda/plan/dispatch.h"
 #include "layout/fp8_rows.h"
@@ -170,14 +171,17 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.whole = fit.width >= 8;
   const bool usual = fit.width == 16 && whole_ids && is_usual(rows);
   plan_dispatch(budget, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
+  bool placed = false;  // rows are where the caller wants them
+  TW_RETURN_IF_FAILED(run_by_expert(call, budget, handle, p, &placed));
   const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
-  TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, budget.early && capturing, call.stream)));
+  const bool early = budget.early && capturing;
+  if (!placed) TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early, call.stream)));
   if (send && !rows.exact()) TW_RETURN_IF_FAILED(run_digest(handle, capturing, call.stream));
   // In a capture nothing has been copied yet: each replay reads the caller's tensors, and so does a later dispatch.
   if (send && !capturing && !rows.exact()) handle.source = {};
   if (send && rows.exact()) handle.device.brought = true;
   handle.device.stream = call.stream;
-  return receive ? run_views(call, budget, handle) : Status{};
+  return receive ? run_views(call, budget, handle, placed) : Status{};
 }
 
 ArrivedParams NvlinkBackend::arrived_params(const HandleArrays& handle, const WindowMap& map, int32_t channel,
@@ -200,14 +204,11 @@ Status NvlinkBackend::run_view(const char* what, LaunchView* launch, const Budge
   return launched(what, launch(params, view_blocks(budget), budget.early_views && captures(stream), stream));
 }
 
-// Copies what the caller wants elsewhere than in the window.
-Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle) {
+// Describes a copy of what the caller wants elsewhere than in the window. False: nothing is.
+bool NvlinkBackend::fill_copy(const DispatchCall& call, const HandleArrays& handle, ViewParams* params) {
   const DispatchTargets& targets = call.targets;
   const Layout& layout = layout_of(targets.layout);
-  handle.device.placed = layout.by_expert ? layout.id : twRankMajor;
-  if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
-  if (targets.source_counts != nullptr) TW_RETURN_IF_FAILED(run_source_counts(call, budget, handle));
-  ViewParams p{};
+  ViewParams& p = *params;
   static_cast<ArrivedParams&>(p) = arrived_params(handle, call.rows.map, call.at.channel, call.bound);
   bool any = layout.by_expert;
   std::byte* receive_offset[kMaxPayloads] = {};
@@ -225,12 +226,46 @@ Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, 
     p.columns[q] = targets.columns[q];
     p.vectors[q] = static_cast<uint32_t>(bytes / static_cast<uint64_t>(p.width[q]));
   }
-  if (!any) return {};
   p.shown = shown_of(targets, handle);
   p.rows = static_cast<int32_t>(targets.rows);
   p.offsets = layout.has_offsets() ? targets.offsets : nullptr;
   p.alignment = layout.placed_by_receiver() ? targets.alignment : 0;
   p.origins = targets.origins;
+  return any;
+}
+
+// Launches a dispatch that puts rows straight to their experts, if its kernel serves the call.
+Status NvlinkBackend::run_by_expert(const DispatchCall& call, const Budget& budget, const HandleArrays& handle,
+                                    const DispatchParams& dispatch, bool* placed) {
+  ByExpertParams p{};
+  p.call = dispatch;
+  ByExpertFacts facts;
+  facts.by_expert = layout_of(call.targets.layout).by_expert;
+  facts.local_experts = context_.local_experts;
+  facts.width = 16;
+  for (int q = 0; q < call.rows.payloads; ++q) {
+    const std::byte* const to = call.targets.payloads[q];
+    facts.columns |= call.targets.columns[q].wanted();
+    facts.width = to == nullptr ? 0 : std::min(facts.width, width_of({address_of(to)}));
+  }
+  *placed = plan_by_expert(budget, call.rows.map.shape(), facts, &p);
+  if (!*placed) return {};
+  fill_copy(call, handle, &p.view);
+  const int grid = p.call.roles.grid() + (p.call.loads_block == LoadsBlock::kApart ? 1 : 0);
+  const bool early = budget.early && captures(call.stream);
+  return launched("a dispatch by expert", launch_dispatch_by_expert(p, grid, early, call.stream));
+}
+
+// Copies what the caller wants elsewhere than in the window, if it is not there already (`placed`), and tells what it
+// wants to know.
+Status NvlinkBackend::run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle, bool placed) {
+  const DispatchTargets& targets = call.targets;
+  const Layout& layout = layout_of(targets.layout);
+  handle.device.placed = layout.by_expert ? layout.id : twRankMajor;
+  if (targets.lists.wanted()) TW_RETURN_IF_FAILED(run_index_lists(call, budget, handle));
+  if (targets.source_counts != nullptr) TW_RETURN_IF_FAILED(run_source_counts(call, budget, handle));
+  ViewParams p{};
+  if (placed || !fill_copy(call, handle, &p)) return {};
   return run_view("a view", layout.by_expert ? launch_expert_view : launch_rank_view, budget, p, call.stream);
 }
 

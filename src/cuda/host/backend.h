@@ -211,7 +211,10 @@ class NvlinkBackend : public Backend {
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
   uint64_t bank_at(StepPlace at) const { return context_.map.bank(at.channel, at.bank()); }
   int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
-  Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle);
+  bool fill_copy(const DispatchCall& call, const HandleArrays& handle, ViewParams* params);
+  Status run_by_expert(const DispatchCall& call, const Budget& budget, const HandleArrays& handle,
+                       const DispatchParams& dispatch, bool* placed);
+  Status run_views(const DispatchCall& call, const Budget& budget, HandleArrays& handle, bool placed);
   Status run_index_lists(const DispatchCall& call, const Budget& budget, const HandleArrays& handle);
   Status run_source_counts(const DispatchCall& call, const Budget& budget, const HandleArrays& handle);
   Status run_places(const CombineCall& call, const Budget& budget, HandleArrays& handle);

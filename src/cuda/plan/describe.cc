@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "core/plan_query.h"
+#include "cuda/plan/by_expert.h"
 #include "cuda/plan/combine.h"
 #include "cuda/plan/dispatch.h"
 
@@ -69,6 +70,14 @@ void describe_dispatch(const Budget& budget, const Shape& shape, int32_t tokens,
   text->add_work(step, p.kind, p.roles, p.tiles, p.wide);
   text->add(step, "rows as LL128 packets", p.tokens - p.first_packet);
   text->add(step, "rehearses", p.rehearses != 0 ? "yes" : "no");
+  if (shape.exact()) return;
+  ByExpertParams straight{};
+  straight.call = p;
+  straight.call.at = DispatchScratch{};
+  const ByExpertFacts wanted{true, false, 16, (shape.experts + shape.ranks - 1) / shape.ranks};
+  const bool one = plan_by_expert(budget, shape, wanted, &straight);
+  text->add(step, "rows by expert", one ? "by the same kernel" : "copied behind it");
+  if (one) text->add(step, "blocks that receive them", straight.call.roles.receiving);
 }
 
 void describe_combine(const Budget& budget, const Shape& shape, twDtype_t dtype, int32_t tokens, const char* step,

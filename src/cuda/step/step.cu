@@ -32,6 +32,7 @@ int load_sharing(const Shape& shape);
 int load_rank_view(const Shape& shape);
 int load_expert_view(const Shape& shape);
 int load_few_rows_view(const Shape& shape);
+int load_dispatch_by_expert(const Shape& shape);
 int load_index_lists(const Shape& shape);
 int load_source_counts(const Shape& shape);
 int load_land();
@@ -152,9 +153,10 @@ int load_kernels(const Shape& shape) {
        {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
-  for (const auto load : {load_dispatch, load_combine, load_combine_fp8, load_values, load_choices, load_bias_kernels,
-                          load_counts, load_balance, load_layout, load_gather, load_reduce, load_sharing,
-                          load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
+  for (const auto load :
+       {load_dispatch, load_dispatch_by_expert, load_combine, load_combine_fp8, load_values, load_choices,
+        load_bias_kernels, load_counts, load_balance, load_layout, load_gather, load_reduce, load_sharing,
+        load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();
