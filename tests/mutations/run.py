@@ -40,6 +40,7 @@ from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
 from staged import STAGED
+from straight import STRAIGHT_MUTATIONS
 from token_replicas import TOKEN_REPLICAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,7 @@ ALL = (
     + GIVING_UP
     + PER_EXPERT
     + TOKEN_REPLICAS
+    + STRAIGHT_MUTATIONS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Round, Setup, one, verify_case
+from emulated_graphs import Graph, emulated_alone
 from harness import PATIENT, caught
 from player import play
 
@@ -151,3 +152,45 @@ def test_what_is_seen_of_a_refused_step(world: Any, layout: str) -> None:
     (*first, there), (*second, here) = world(2).run(refused, layout)
     assert there + here == 2 * 24
     assert not first or (first, second) == ([("twPeerRefused", True, True)], ["twInvalidArgument"])
+
+
+# ---- captured calls ------------------------------------------------------------------------------
+
+
+def replay(env: Any, layout: str) -> list[bool]:
+    """A graph with a dispatch and its combine, replayed with other ids and other rows; between replays an odd number of
+    steps, so that the next one must skip a bank."""
+    graph, backend = Graph(env), env.backend
+    rng = np.random.default_rng(env.rank)
+    setup = replace(BASE, ranks=env.nranks, dtype="float32", combine_dtype="float32", row_alignment=16)
+    x, ids = backend.tensor(np.zeros((40, 24), np.float32)), backend.tensor(np.zeros((40, 4), np.int32))
+    out = backend.tensor(np.zeros((40, 24), np.float32))
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        handle = group.route(ids)
+        kept = []  # what a graph writes to must stay
+        ids[...] = backend.tensor(rng.random((40, 16)).argsort(axis=1)[:, :4].astype(np.int32))
+        with graph.capture():
+            received = group.dispatch(handle, x, layout=layout)
+            kept.append(received)
+            group.combine(handle, received.tokens, out=out)
+        good = []
+        for i in range(4):
+            chosen = rng.random((40, 16)).argsort(axis=1)[:, :4].astype(np.int32)
+            chosen[rng.random((40, 4)) < 0.2] = -1
+            ids[...] = backend.tensor(chosen)
+            x[...] = backend.tensor(rng.integers(1, 50, (40, 24)).astype(np.float32))
+            graph.replay()
+            if i % 2 == 0:
+                other = group.route(ids)
+                group.dispatch(other, x, layout=layout)
+                other.release()
+            sums = (chosen >= 0).sum(1, keepdims=True).astype(np.float32) * backend.array(x)  # whole numbers, so exact
+            good.append(np.array_equal(backend.array(out), sums))
+        return good
+
+
+@emulated_alone
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_captured(world: Any, layout: str) -> None:
+    for good in world(2).run(replay, layout):
+        assert good == [True] * 4

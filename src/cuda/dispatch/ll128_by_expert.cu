@@ -121,6 +121,13 @@ struct Arrival {
     id = choice.low, high = choice.high, weight = __float_as_uint(choice.weight);
   }
 
+  // Looks on until all of it is there or the block knows all rows, which ends (S6): whoever has looked too early need
+  // not look again behind the barrier, which takes as long as a flight. A row need not come.
+  __device__ void watch(const Block& b, const RowPlaces& s) {
+#pragma unroll 1
+    while (__any_sync(~0u, packets.missing(b.step) >= 0) && !s.all_found()) packets.look();
+  }
+
   // Stores it at a place.
   __device__ void store(const ByExpertParams& x, int64_t place) const {
     const Shape& shape = x.call.group.map.shape();
@@ -190,20 +197,24 @@ __device__ inline void receive(const Block& b, const ByExpertParams& x, const Ro
   const std::byte* const window = b.scratch.windows()[p.group.me];
   const uint32_t all = x.slots.divisor * x.ranks.divisor * p.tiles.per_row.divisor;
   find_rows<kAlone ? 1 : 4>(b, x, s);
-  if (shares.first < all) in.begin(p, window);
+  if (shares.first < all) {
+    in.begin(p, window);
+    if (kAlone) in.watch(b, s);
+  }
   __syncthreads();
   if (*b.scratch.failed() != 0) return;  // all of the block's warps see it: rows have no places
   if (!kAlone || x.view.alignment > 0) s.add_up<kAlone>();
-  show_counts<kAlone>(b, s);
-  finish_experts<kAlone>(b, s, shares);
+  show_counts(b, s);
+  if (!kAlone) finish_experts<kAlone>(s, shares);  // while rows are on the wire
 #pragma unroll 1
   for (uint32_t u = shares.first; u < all;) {
     place_tile<kGroups, kAlone>(b, x, s, in);
     u += shares.step;
-    if (u >= all) return;
+    if (u >= all) break;
     in = Arrival<kGroups>::make(x, u);
     in.begin(p, window);
   }
+  if (kAlone) finish_experts<kAlone>(s, shares);
 }
 
 // Makes safe what the caller sees after an error, by a block that has seen it, when all have done: no row has come.

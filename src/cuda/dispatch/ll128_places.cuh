@@ -26,9 +26,17 @@ class RowPlaces {
 
   // Before a barrier, by a block.
   __device__ void clear() const {
-    const auto end = (x_.at.experts - x_.at.mine) / 4;  // bits lie behind mine and begin
+    const auto end = (x_.at.experts - x_.at.mine) / 4;  // bits lie behind mine, found and begin
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < end; i += kThreads) mine()[i] = 0;
+  }
+  // How many warps have found what they can, and how many will: by a whole warp.
+  __device__ void add_found() const {
+    __syncwarp();
+    if (lane() == 0) atomicAdd(shared_at<int32_t>(x_.at.found), 1);
+  }
+  __device__ bool all_found() const {
+    return peek_once(shared_at<int32_t>(x_.at.found)) >= min(kWarps, (static_cast<int>(slots()) + 3) / 4);
   }
   __device__ void set(uint32_t row, int expert) const {
     atomicOr(bits() + static_cast<uint32_t>(expert) * x_.at.pitch + row / 32, bit_of(static_cast<int>(row % 32)));
@@ -267,9 +275,9 @@ __device__ inline void note_row(const Block& b, const RowPlaces& s, uint32_t row
   if (own && eighth() == 0 && here != 0) s.set_mine(static_cast<int>(row) - p.group.me * p.bound);
 }
 
-// Finds the experts of all rows, before a barrier; by a block. A warp without rows waits for nobody.
+// Finds the experts of a warp's share of all rows, before a barrier.
 template <int kRows>
-__device__ inline void find_rows(const Block& b, const ByExpertParams& x, const RowPlaces& s) {
+__device__ inline void find_share(const Block& b, const ByExpertParams& x, const RowPlaces& s) {
   const DispatchParams& p = b.p;
   const auto slots = static_cast<uint32_t>(s.slots());
   const bool tells = threadIdx.x < 32;
@@ -292,38 +300,49 @@ __device__ inline void find_rows(const Block& b, const ByExpertParams& x, const 
   }
 }
 
+// Finds the experts of all rows, by a block. A warp without rows waits for nobody.
+template <int kRows>
+__device__ inline void find_rows(const Block& b, const ByExpertParams& x, const RowPlaces& s) {
+  if (threadIdx.x / 32 * 4 >= static_cast<uint32_t>(s.slots())) return;
+  find_share<kRows>(b, x, s);
+  s.add_found();
+}
+
 // ---- What is told beside rows
 
 // Shows how many rows are this rank's own.
-template <bool kAlone>
 __device__ inline void show_counts(const Block& b, const RowPlaces& s) {
   const DispatchParams& p = b.p;
   if (blockIdx.x != first_receiver(p.roles) || threadIdx.x != kThreads - 1) return;
   p.shown.counts[p.group.me] = p.handle.counts[p.group.me] = s.own_rows();
 }
 
-// Writes the experts' counts, and what stands where no row does. A warp has one expert at a time; those begin that have
-// least to receive.
+// Writes the experts' counts, and what stands where no row does. Warps begin that have least to receive; several share
+// an expert, as padding may be more bytes than rows, unless few rows are waited for and nothing is padded.
 template <bool kAlone>
-__device__ inline void finish_experts(const Block& b, const RowPlaces& s, const Shares& shares) {
+__device__ inline void finish_experts(const RowPlaces& s, const Shares& shares) {
   const ViewParams& v = s.view();
-  const int experts = v.group.local_experts;
+  const auto experts = static_cast<uint32_t>(v.group.local_experts);
   const uint32_t last = shares.step - 1 - shares.first;
+  const uint32_t parts = kAlone && v.alignment <= 1 ? 1 : max(1u, shares.step / max(experts, 1u));
 #pragma unroll 1
-  for (int expert = static_cast<int>(last); expert < experts; expert += static_cast<int>(shares.step)) {
+  for (uint32_t i = last; i < experts * parts; i += shares.step) {
+    const auto expert = static_cast<int>(i / parts);
+    const auto part = static_cast<int>(i - static_cast<uint32_t>(expert) * parts);
     const int total = s.total<kAlone>(expert);
     const int64_t begin = s.begin_of(expert);
     const int64_t end = s.begin_of(expert + 1);
-    if (lane() == 0) {
+    if (part == 0 && lane() == 0) {
       v.handle.expert_counts[expert] = v.shown.counts[expert] = total;
       if (v.offsets != nullptr) v.offsets[expert] = static_cast<int32_t>(begin);
     }
-    show_empty(v, begin + total, end, lane(), 32);
-    if (v.alignment > 0) clear_rows(v, begin + total, end, lane(), 32);
+    const int thread = 32 * part + lane();
+    show_empty(v, begin + total, end, thread, 32 * static_cast<int>(parts));
+    if (v.alignment > 0) clear_rows(v, begin + total, end, thread, 32 * static_cast<int>(parts));
   }
   if (v.alignment == 0) return;
-  const int64_t end = s.begin_of(experts);
-  show_empty(v, end + 32 * static_cast<int64_t>(last) + lane(), v.rows, 0, 32 * static_cast<int>(shares.step));
+  const int64_t end = s.begin_of(static_cast<int>(experts));
+  show_empty(v, end, v.rows, 32 * static_cast<int>(last) + lane(), 32 * static_cast<int>(shares.step));
   if (last == 0 && lane() == 0 && v.offsets != nullptr) v.offsets[experts] = static_cast<int32_t>(end);
 }
 

@@ -24,6 +24,7 @@ inline constexpr uint32_t kByExpertGroups = 2;  // most groups of packets in a t
 struct ByExpertScratch {
   uint32_t came;     // int32 [N] rows of each source
   uint32_t mine;     // uint32 [b / 32] which of this rank's tokens go to itself
+  uint32_t found;    // int32 warps that have found their rows' experts
   uint32_t begin;    // int32 [L + 1] packed: where an expert's rows begin
   uint32_t experts;  // int16 [N * b, kFastIds] the local expert of each id, -1 for none
   uint32_t bits;     // uint32 [L, pitch] which rows an expert has
@@ -40,7 +41,8 @@ struct ByExpertScratch {
     at.pitch = (at.words + 1) | 1;
     at.came = begin;
     at.mine = at.came + 4 * static_cast<uint32_t>(shape.ranks);
-    at.begin = at.mine + 4 * ((static_cast<uint32_t>(bound) + 31) / 32);
+    at.found = at.mine + 4 * ((static_cast<uint32_t>(bound) + 31) / 32);
+    at.begin = at.found + 4;
     at.bits = at.begin + 4 * (experts + 1);
     at.experts = at.bits + 4 * experts * at.pitch;
     at.before = at.experts + 2 * static_cast<uint32_t>(kFastIds) * slots;
@@ -57,6 +59,8 @@ struct ByExpertParams {
   Divider slots;  // divides by the bound
   Divider ranks;  // divides by the ranks
 };
+
+static_assert(sizeof(ByExpertParams) <= 4096, "a kernel takes no more");
 
 // Launches call.roles' blocks, and one that gathers load statistics if there is one. A cudaError_t comes back as int.
 int launch_dispatch_by_expert(const ByExpertParams& params, int grid, bool early, void* stream);
