@@ -178,7 +178,8 @@ class Workshop:
     def build_control(self, units: list[str], pool: concurrent.futures.Executor) -> None:
         for pre in map(self.precompiled, PRECOMPILED):
             call([self.compiler, *FLAGS, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
-        shared = sorted(path.relative_to(self.tree) for path in self.tree.glob("src/*/*.cc"))
+        found = [*self.tree.glob("src/*/*.cc"), *self.tree.glob("src/cuda/plan/*.cc")]  # plans need no CUDA
+        shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
         shared += [Path("tests/cc/harness.cc"), Path("tests/cc/side.cc")]
         sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in units]

@@ -24,13 +24,6 @@ STRAIGHT_MUTATIONS = (
         (Edit(PLAN, "p.receive != 0 && p.roles.apart != 0;", "p.receive != 0;"),),
     ),
     Mutation(
-        "rows put straight to experts that are received later",
-        "S7",
-        UNIT,
-        COPIED,
-        (Edit(PLAN, "p.send != 0 && p.receive != 0 && ", "p.send != 0 && "),),
-    ),
-    Mutation(
         "no bit for an expert's last rows",
         "S9",
         UNIT,
