@@ -178,6 +178,7 @@ struct Work {
 template <class Call>
 __device__ inline void begin_work(const Call& s) {
   const Work work(s);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kChunks; i += kThreads) {
     make_gate(work.given + i, 1);
     make_gate(work.sent + i, kPushing);

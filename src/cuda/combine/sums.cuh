@@ -153,6 +153,7 @@ __device__ __noinline__ static uint64_t load_any_term(Sum s, const std::byte* ro
   if (own) return sum_word(s.p, s.set(), w);
   const auto bytes = static_cast<int64_t>(s.p.group.map.shape().combine_bytes);
   uint64_t bits = 0;
+#pragma unroll 1
   for (int64_t at = 8 * static_cast<int64_t>(w); at < min(bytes, 8 * static_cast<int64_t>(w) + 8); at += 2) {
     bits |= static_cast<uint64_t>(load_fresh<unsigned short>(reinterpret_cast<const unsigned short*>(row + at)))
             << (8 * (at % 8));

@@ -35,6 +35,7 @@ __device__ inline void tell_word(const GroupView& g, int channel, uint32_t dispa
 __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
   const Shape& shape = p.group.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
   for (int e = thread; e < shape.choices(); e += kThreads) counts[e] = 0;
   __syncthreads();
   visit_choices(p.in, p.tokens, shape.top_k, [counts](int64_t, int, int, int64_t, int32_t id) {
@@ -64,8 +65,9 @@ struct Told {
   uint32_t clock;  // the least clock of all ranks
   uint32_t sum;    // the choices of one expert
 };
-// Loads it. `expert`: the thread's, or -1. The words of several sources are on their way at once.
-__device__ inline Told load_told(const GroupView& g, int channel, uint32_t dispatch, int expert) {
+// Loads it. `expert`: the thread's, or -1. The words of several sources are on their way at once. A function of its
+// own, as it has two callers in every dispatch kernel, and ptxas takes long for each.
+__device__ __noinline__ static Told load_told(const GroupView& g, int channel, uint32_t dispatch, int expert) {
   constexpr int kAtOnce = 4;
   const int ranks = g.map.shape().ranks;
   const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
@@ -153,6 +155,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
     tell_word(g, p.channel, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
   }
   if (routed) count_ids(p, counts);
+#pragma unroll 1
   for (int e = thread; e < shape.choices(); e += kThreads) {
     const uint32_t chosen = shared ? static_cast<uint32_t>(counts[e]) : load_fresh<uint32_t>(&p.handle.choices[e]);
     if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);

@@ -37,6 +37,7 @@ __device__ inline Choice load_choice(const DispatchParams& p, int token, int k) 
 // Whether this id is among the first 32 of its token too; for tokens of more ids than that.
 __device__ __noinline__ static bool stands_before(int64_t first, int64_t id) {
   bool twice = false;
+#pragma unroll 1
   for (int i = 0; i < 32; ++i) twice |= __shfl_sync(~0u, first, i) == id;
   return twice;
 }

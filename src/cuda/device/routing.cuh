@@ -316,6 +316,7 @@ __device__ __noinline__ static void route_rest(const DispatchParams& p, Step ste
     const auto left = [&] {  // the round whose place this one takes
       return lane() >= kWarps - 1 || peek(scratch.progress() + lane()) > round - static_cast<int>(p.at.rounds);
     };
+#pragma unroll 1
     while (!__all_sync(~0u, left())) __nanosleep(200);
     __threadfence_block();
     __syncwarp();
@@ -338,6 +339,7 @@ __device__ inline void await_round(const Scratch& scratch, int round) {
     __threadfence_block();  // what was read of the round before may be overwritten
     put(scratch.progress() + threadIdx.x / 32, round);
   }
+#pragma unroll 1
   while (peek_once(scratch.routed()) <= round) __nanosleep(100);
   __threadfence_block();
   __syncwarp();

@@ -123,6 +123,7 @@ __device__ __noinline__ static void collect_terms(const CombineParams& p, int se
     const bool begun = count != 0;
     count += __popc(all);
     if (p.expert_major) continue;
+#pragma unroll 1
     for (bool begins = !begun; all != 0; begins = false) {  // k ascending, as the sum of weights is defined
       const float next = __shfl_sync(~0u, choice.weight, __ffs(static_cast<int>(all)) - 1);
       total = begins ? next : __fadd_rn(total, next);

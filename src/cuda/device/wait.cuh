@@ -140,13 +140,16 @@ __device__ inline void say_done(const GroupView& g, const Step& step) {
 // Waits for all other blocks of the kernel; only on the way of an error.
 __device__ __noinline__ static void await_done(const GroupView& g, Step step) {
   constexpr int kMostLooks = 20000;  // 10 ms: a block that waits for tile after tile looks around once in 0.2 ms
+#pragma unroll 1
   for (uint32_t i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
     // In a finished group some blocks may have left at once.
+#pragma unroll 1
     for (int look = 0; i != blockIdx.x && !(is_sticky(g) && look > kMostLooks); ++look) {
       if (*reinterpret_cast<volatile uint32_t*>(&g.channels[step.channel].done[i]) == step.low()) break;
       __nanosleep(500);
     }
   }
+#pragma unroll 1
   for (int i = 0; i < 50; ++i) __nanosleep(1000);
   __threadfence();
   __syncthreads();
@@ -186,6 +189,7 @@ __device__ __noinline__ static void report_failure(const GroupView& g, Step step
   finish_report(&own->failure);
   const uint64_t signal =
       pack(AbortSignal{static_cast<uint32_t>(result), static_cast<uint32_t>(g.me), static_cast<uint32_t>(peer), false});
+#pragma unroll 1
   for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
     store_word(&g.pages[rank]->abort[g.me], signal);
     fence_system();
@@ -204,6 +208,7 @@ __device__ __noinline__ static void report_stopped(const GroupView& g, Step step
 // Reports what ended one call and leaves the group usable.
 template <class Write>
 __device__ inline void report_call(const GroupView& g, Report* report, Write&& write) {
+#pragma unroll 1
   while (atomicCAS(&g.state->lock, 0, 1) != 0) __nanosleep(200);
   write(report);
   finish_report(report);
@@ -333,6 +338,7 @@ __device__ inline bool look_at(const GroupView& g, const Step& step, int rank, L
 __device__ __noinline__ static Source await_source(const GroupView& g, Step step, int rank, Look look, bool far) {
   Source source;
   Patience patience(g, far);
+#pragma unroll 1
   while (!look_at(g, step, rank, look, &patience, &source)) {
   }
   return source;
@@ -343,6 +349,7 @@ __device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step st
   const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank) + kRowsOffset;
   Patience patience(g);
   // One thread looks, so that each look may acquire: one more look, at the signal when it is there, would take 0.7 us.
+#pragma unroll 1
   while (load_acquire(place) != step.number) {
     bool late = false;
     if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
@@ -418,10 +425,12 @@ __device__ inline void finish_block(const GroupView& g, const Step& step, uint32
 template <class Count>
 __device__ inline void publish_signals(const GroupView& g, const Step& step, Mode mode, Count count) {
   const int ranks = g.map.shape().ranks;
+#pragma unroll 1
   for (int i = lane(); i < ranks; i += 32) {
     put_word(own_signal_at(g, step, (g.me + 1 + i) % ranks) + kNoteOffset, step.note(0));
   }
   if (lane() < ranks) fence_system();
+#pragma unroll 1
   for (int i = lane(); i < ranks; i += 32) {
     const int rank = (g.me + 1 + i) % ranks;
     put_word(own_signal_at(g, step, rank), pack(Signal{step.low(), mode, static_cast<uint32_t>(count(rank))}));
@@ -442,6 +451,7 @@ __device__ inline void publish_signal(const GroupView& g, const Step& step, int 
 }
 // Publishes a step without rows to all ranks; by a block.
 __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode mode) {
+#pragma unroll 1
   for (int rank = threadIdx.x; rank < g.map.shape().ranks; rank += blockDim.x) {
     publish_signal(g, step, rank, mode, 0, 0);
   }
@@ -454,6 +464,7 @@ __device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) 
   skipped.number -= 1;
   if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
   bool passed = true;
+#pragma unroll 1
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
     const Source source = await_source(g, skipped, i, Look::kTakesPart, false);
     // A peer may already be past the next step: then it has seen this rank's signal of the skipped one.

@@ -19,6 +19,7 @@ __device__ __noinline__ static void clear_failed(Block b) {
   keep_begins<false>(p, b.scratch,
                      load_begins(p, static_cast<int>(threadIdx.x)));  // the kernel of packets has not done this
   __syncthreads();
+#pragma unroll 1
   for (int source = 0; source < b.ranks(); ++source) {
     if (b.scratch.source_error()[source] == twSuccess) continue;
     if (threadIdx.x == 0) p.shown.counts[source] = p.handle.counts[source] = 0;
@@ -31,6 +32,7 @@ __device__ __noinline__ static void clear_failed(Block b) {
 // Gives up where the group is finished: nothing goes out, and what the caller sees is made safe when all have done with
 // it. Blocks that began before may think otherwise, so each block that knows clears everything.
 __device__ inline void give_up(const Block& b) {
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < b.ranks(); i += kThreads) b.scratch.fail(i, twInternalError);
 }
 

@@ -171,10 +171,12 @@ __device__ inline void take_slots(const Block& b, Sources* sources, uint32_t war
   __syncwarp();  // S4: what the threads that have looked have acquired, all have
   uint32_t plain = __ballot_sync(~0u, other && source.plain > 0);
   uint32_t empty = __ballot_sync(~0u, there && source.n < expected_rows(b, sources->rank));
+#pragma unroll 1
   for (; p.group.packet_tokens == 0 && plain != 0; plain &= plain - 1) {
     const int i = __ffs(static_cast<int>(plain)) - 1;
     take_plain(b, sources->rank_of(b, i), __shfl_sync(~0u, source.plain, i), warp, warps);
   }
+#pragma unroll 1
   for (; empty != 0; empty &= empty - 1) {
     const int i = __ffs(static_cast<int>(empty)) - 1;
     const int rank = sources->rank_of(b, i);
@@ -224,6 +226,7 @@ __device__ inline void check_count(const Block& b, int rank, bool known, Source*
 // whether the thread's source sends any. This rank's own metadata is taken where it is sent.
 __device__ inline void take_metadata(const Block& b, const Sources& sources, bool rows, uint32_t warp, uint32_t warps) {
   const uint32_t known = __ballot_sync(~0u, sources.source.mode == Mode::kDispatchRows);
+#pragma unroll 1
   for (uint32_t left = __ballot_sync(~0u, rows); left != 0; left &= left - 1) {
     const int i = __ffs(static_cast<int>(left)) - 1;
     const int rank = sources.rank_of(b, i);

@@ -226,6 +226,7 @@ __device__ __noinline__ static void finish_plain(Block b) {
   }
   fence_system();
   const uint64_t place = g.map.signal(b.step.channel, b.step.bank(), g.me) + kRowsOffset;
+#pragma unroll 1
   for (int i = lane(); i < b.ranks(); i += 32) put_word(b.scratch.windows()[i] + place, b.step.number);
 }
 
@@ -262,6 +263,7 @@ __device__ inline void send(const Block& b, PlainTile first, bool found, bool se
   constexpr bool kFast = kKind != Kind::kGeneric;
   const DispatchParams& p = b.p;
   if (p.tokens == 0) {
+#pragma unroll 1
     for (int rank = static_cast<int>(threadIdx.x); rank < b.ranks(); rank += kThreads) tell(b, rank, 0, known);
     return;
   }
@@ -288,10 +290,12 @@ __device__ inline void send(const Block& b, PlainTile first, bool found, bool se
     return end > given && next < end ? next : all;
   };
   const auto enter = [&](int last) {
+#pragma unroll 1
     while (!kPlaced && round < last) await_round(b.scratch, ++round);
   };
   const auto told = [b, known](int rank, int n) { tell(b, rank, n, known); };
   if (kPlaced) {
+#pragma unroll 1
     for (int rank = static_cast<int>(threadIdx.x); real && rank < b.ranks(); rank += kThreads) {
       told(rank, b.scratch.limit()[rank]);
     }
