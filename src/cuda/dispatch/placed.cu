@@ -110,16 +110,16 @@ __global__ void __launch_bounds__(kThreads, 1) placed_kernel(const __grid_consta
 }
 
 // Calls use(kernel) with the kernel of one kind.
-constexpr auto kWithKernel = [](Kind kind, auto&& use) {
+constexpr auto kWithPlaced = [](Kind kind, auto&& use) {
   return with_kind(kind, [&](auto of) { return use(placed_kernel<decltype(of)::value>); });
 };
 
 }  // namespace
 
 int launch_dispatch_placed(const DispatchParams& params, int grid, bool early, void* stream) {
-  return launch_bulk(params, grid, early, stream, kWithKernel);
+  return launch_bulk(params, grid, early, stream, kWithPlaced);
 }
 
-int load_dispatch_placed(const Shape& shape) { return load_bulk(DispatchScratch::make(shape).bytes, kWithKernel); }
+int load_dispatch_placed(const Shape& shape) { return load_bulk(DispatchScratch::make(shape).bytes, kWithPlaced); }
 
 }  // namespace tw::cuda
