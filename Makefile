@@ -74,7 +74,7 @@ test:  ## what must pass before a commit: C++, models, Python, kernels on emulat
 test-all:  ## everything: also sanitizers, mutations, the wheel, and what takes long of the others (an hour)
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build TESTS=1
-	@scripts/beside.sh "$(MAKE) test-py test-portable test-wheel ALL=1 BUILT=1" \
+	@scripts/beside.sh "$(MAKE) test-py test-frameworks test-portable test-wheel ALL=1 BUILT=1" \
 	  "$(MAKE) test-core test-sanitizers test-mutations ALL=1 BUILT=1"
 
 # Fewer examples of the tests that draw them, and nothing that is marked `long`.
@@ -83,7 +83,14 @@ SOME    = $(if $(ALL),,EXAMPLES=25 ROUNDS=300)
 test-py:  ## Python on the CPU
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
-	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(SOME_PY)
+	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(APART:%=--ignore=%) $(SOME_PY)
+
+# Integrations whose packages no other test has: in .venv/frameworks.
+APART = tests/py/test_torchtitan.py
+test-frameworks:  ## integrations with packages of their own: torchtitan
+	@$(SETUP) run test apart
+	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
+	@$(TREE) $(STAGE) "frameworks" $(PY) -m pytest $(APART)
 
 test-portable:  ## the tests of behaviour over the portable backend
 	@$(SETUP) run test
@@ -190,6 +197,6 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench check check-py check-cc test test-all test-py test-portable test-core test-cc test-sanitizers \
-	wheel test-wheel test-mutations test-emulated test-netns \
+.PHONY: help build run bench check check-py check-cc test test-all test-py test-frameworks test-portable test-core test-cc \
+	test-sanitizers wheel test-wheel test-mutations test-emulated test-netns \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

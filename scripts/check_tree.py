@@ -122,7 +122,15 @@ NEEDS_TORCH = {"pytorch", "faces", "compat"}
 NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("gpu_case", "layer_case", "returns")}
 NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
-    for name in ("by_expert", "expert_rows", "groups", "megatron_layer", "rank_major", "transformers_experts")
+    for name in (
+        "by_expert",
+        "expert_rows",
+        "groups",
+        "megatron_layer",
+        "rank_major",
+        "torchtitan_dispatcher",
+        "transformers_experts",
+    )
 }
 
 

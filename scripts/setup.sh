@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs what a group of make targets needs:
 #
-#   scripts/setup.sh run|lint|spec|test|frameworks ...
+#   scripts/setup.sh run|lint|spec|test|frameworks|apart ...
 #
 #   run    NumPy, ml_dtypes, CMake, Ninja, rich, matplotlib
 #   lint   ruff and clang-format, pinned: their output differs from version to version
@@ -9,6 +9,7 @@
 #   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context and, if it can be had, ccache
 #          through apt; spec, frameworks
 #   frameworks  what tests of integrations run, pinned; where it cannot be had, they are skipped
+#   apart  what make test-frameworks runs, pinned, in a folder of its own: .venv/frameworks
 #
 # A group that is already there costs milliseconds: .venv/.stamp-GROUP holds a hash of this script.
 #
@@ -31,6 +32,8 @@ torch_package="torch==2.13.0"
 # PyTorch where one is borrowed.
 framework_packages=("transformers==5.24.0" "psutil" "packaging" "apache-tvm-ffi>=0.1.11,<0.2" "nvidia-ml-py" "requests")
 frameworks_without_needs=("accelerate==1.15.0" "flashinfer-python==0.7.2.post1" "megatron-core==0.16.1")
+# torchtitan, and what importing its MoE layers needs: 7 MB of the gigabytes that it asks for. Not Triton: its tests say how.
+packages_apart=("torchtitan==0.3.0" "spmd_types==0.2.3" "tyro==1.0.17" "docstring_parser==0.18.0" "typeguard==4.6.1")
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python
@@ -162,6 +165,23 @@ provide_frameworks() {
   warn "frameworks: $missing; their tests are skipped"
 }
 
+provide_apart() {
+  if [[ ${TORCH:-1} == 0 ]]; then
+    warn "TORCH=0: frameworks are left out, and their tests skipped"
+    return
+  fi
+  is_stamped apart && [[ -d .venv/frameworks ]] && return
+  rm -rf .venv/frameworks
+  say "apart: installing ${packages_apart[*]}"
+  if pip install --quiet --no-deps --target .venv/frameworks "${packages_apart[@]}"; then
+    stamp apart
+    return
+  fi
+  rm -rf .venv/frameworks
+  [[ $strict == 1 ]] && die "apart: pip cannot install ${packages_apart[*]}"
+  warn "apart: pip cannot install ${packages_apart[*]}; tests of them are skipped"
+}
+
 # -------------------------------------------------------------------------------------------------
 # System packages
 
@@ -211,11 +231,12 @@ setup_group() {
       provide_frameworks
       ;;
     frameworks) provide_frameworks ;;
-    *) die "unknown group '$1'; known are run, lint, spec, test and frameworks" ;;
+    apart) provide_apart ;;
+    *) die "unknown group '$1'; known are run, lint, spec, test, frameworks and apart" ;;
   esac
 }
 
-[[ $# -gt 0 ]] || die "usage: scripts/setup.sh run|lint|spec|test|frameworks ..."
+[[ $# -gt 0 ]] || die "usage: scripts/setup.sh run|lint|spec|test|frameworks|apart ..."
 # Two makes may start at once.
 if command -v flock > /dev/null; then exec 9> .venv.lock && flock 9; fi
 make_venv

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import sys
+import traceback
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from conftest import need
 
-GUIDE = Path(__file__).parents[2] / "docs" / "FRAMEWORKS.md"
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "FRAMEWORKS.md"
+# Packages that `make test-frameworks` has and no other target: scripts/setup.sh.
+APART = ROOT / ".venv" / "frameworks"
 
 
 def programs_of(heading: str) -> list[str]:
@@ -30,11 +38,35 @@ def need_version(package: str, version: str) -> None:
     need(found == version, f"{package} {version} (here: {found})")
 
 
+@contextmanager
+def packages_apart() -> Iterator[None]:
+    """With the packages of `make test-frameworks`, here and in processes that are started, behind all others."""
+    kept = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [kept]), str(APART)])
+    sys.path.append(str(APART))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(APART))
+        if kept is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = kept
+
+
+def attempt(function: Any, *args: Any) -> Any:
+    """What a call returns, or (the error's name, what it says and where)."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error).__name__, f"{error}\n{traceback.format_exc()}"
+
+
 def mutated(module: Any, old: str, new: str) -> Any:
     """A module whose source says `new` where that of `module` says `old`."""
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(old) == 1, f"the adapter holds the text to change {text.count(old)} times, not once: {old}"
-    made = types.ModuleType("mutant")
+    made = sys.modules["mutant"] = types.ModuleType("mutant")  # where a dataclass looks itself up
     exec(compile(text.replace(old, new), "mutant", "exec"), made.__dict__)
     return made
 

@@ -352,6 +352,9 @@ def test_no_framework_is_imported() -> None:
         ({"torch": "2.7.0"}, r"^megatron-core is not installed; needed is .* from 0\.16\.1 on, before 0\.17"),
         ({"torch": "2.7.0", "megatron-core": "0.16.0"}, r"^megatron-core 0\.16\.0 is installed"),
         ({"torch": "2.7.0", "megatron-core": "0.17.0rc1"}, r"^megatron-core 0\.17\.0rc1 is installed"),
+        ({"torch": "2.6.0"}, r"^torch 2\.6\.0 is installed; .*tokenway\[torchtitan\]'"),
+        ({"torch": "2.7.0"}, r"^torchtitan is not installed; needed is .* from 0\.3\.0 on, before 0\.4"),
+        ({"torch": "2.7.0", "torchtitan": "0.4.0"}, r"^torchtitan 0\.4\.0 is installed"),
     ],
 )
 def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
@@ -365,6 +368,7 @@ def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
     begin = flashinfer.register if "flashinfer" in told else transformers.register
     begin = partial(megatron.through_tokenway, None) if "megatron" in told else begin
+    begin = partial(importlib.import_module, "tokenway.integrations.torchtitan") if "torchtitan" in told else begin
     said(caught(begin), "twUnsupported", told)
 
 

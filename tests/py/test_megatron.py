@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 import types
 from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import mutated, need_version, programs_of, steps, whole
+from frameworks import attempt, mutated, need_version, programs_of, steps, whole
 from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
@@ -188,13 +187,6 @@ def mutant(old: str, new: str) -> Any:
         return spec
 
     return types.SimpleNamespace(through_tokenway=through_tokenway)
-
-
-def attempt(function: Any, *args: Any) -> Any:
-    try:
-        return function(*args)
-    except Exception as error:
-        return type(error).__name__, f"{error}\n{traceback.format_exc()}"
 
 
 def failing(adapter: Any, rank: int, experts: Any) -> Any:

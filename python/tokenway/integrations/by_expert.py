@@ -37,17 +37,24 @@ class ByExpert:
         return autograd.dispatch(group, tokens, ids, weights, layout="grouped")
 
     @staticmethod
-    def combine(routed: autograd.Routed, rows: Tensor) -> Tensor:
-        """rows: what experts made of the rows that are used, weighted, [R, H] -> [T, H], summed over a token's experts.
-        A step of all ranks, and one in the backward pass. Errors: as `autograd.combine`; InvalidArgument for more or
-        fewer rows than are used."""
+    def used(routed: autograd.Routed) -> int:
+        """How many rows experts are given, with what fills them up to a multiple of row_alignment. Waits for nothing:
+        `offsets[-1]`, as the exchange of counts told the host."""
+        step = routed.handle.group.settings.row_alignment or 1
+        return int((-(-routed.handle.expert_rows // step) * step).sum())
+
+    @staticmethod
+    def combine(routed: autograd.Routed, rows: Tensor, *, weighted: bool = True) -> Tensor:
+        """rows: what experts made of the rows that are used, [R, H] -> [T, H], summed over a token's experts. weighted:
+        False for rows that are still to be multiplied by their weights, which is done in float32. A step of all ranks,
+        and one in the backward pass. Errors: as `autograd.combine`; InvalidArgument for more or fewer rows than are
+        used."""
         with gradients.telling(partial(gradients.refuse_combine, routed.handle)):
-            # `offsets[-1]`, as the exchange of counts told the host: to read offsets of a device waits for the experts.
-            step = routed.handle.group.settings.row_alignment or 1
-            used = int((-(-routed.handle.expert_rows // step) * step).sum())
+            used = ByExpert.used(routed)
             if len(rows) != used:
                 told = f"are {len(rows)}; they must be {used}, as many as experts were given"
                 raise tw.InvalidArgument.of("rows", told)
+            rows = rows if weighted else rows.float() * routed.weights[:used, None]
             rows = functional.pad(rows, (0, 0, 0, len(routed.tokens) - len(rows)))
         return autograd.combine(routed, rows)
 
