@@ -8,8 +8,8 @@
 // Floor: (H + 4 * ceil(H / 128)) / (2 * H) of what bfloat16 has on the link, 0.516 for 7168 elements. The last rows do
 // not go as packets, so a fence, a signal and a flight follow the last chunk, some 3 us: with few tokens that is more
 // than half of the bytes saves. A quantising pass before a combine of plain rows would read all rows once and write
-// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.57x at 4096
-// tokens, 0.75x at 512 (4x H100, bench/results/returns-4-gpus.json).
+// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.56x at 4096
+// tokens, 0.74x at 512 (4x H100, bench/results/returns-4-gpus.json).
 //
 // What breaks if this changes: S3 (late_signal; nothing is written before await_earlier), S4 (chunks), S7 (send before
 // sum), S9 (order of terms, combine/fp8.cuh).
