@@ -40,6 +40,7 @@ CASES = {
     "fp8 and scales": Case((6, 4), dtype="float8_e4m3fn", scales=(2, "float32"), alignment=16),
     "packed scales": Case((6, 4), dtype="float8_e4m3fn", scales=(1, "int32")),
     "nothing for rank 0": Case((0, 4)),
+    "scales, none of rank 0": Case((0, 4), dtype="float8_e4m3fn", scales=(2, "float32")),
     "none at all": Case((0, 0)),
     "top 1": Case((9, 2), top_k=1),
     "top 5": Case((4, 9), top_k=5, no_choice=False),

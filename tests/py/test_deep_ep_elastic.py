@@ -44,6 +44,7 @@ CASES = {
     "fp8 by source": Case((6, 3), dtype="float8_e4m3fn", scales=(3, "int32"), columns=True, expand=False),
     "fp8, no wait": Case((6, 3), dtype="float8_e4m3fn", scales=(2, "float32"), columns=True, waits=False),
     "nothing for rank 0": Case((0, 4)),
+    "scales, none of rank 0": Case((0, 4), dtype="float8_e4m3fn", scales=(2, "float32")),
     "none at all": Case((0, 0), alignment=8),
     "none at all, by source": Case((0, 0), expand=False),
     "top 5": Case((4, 9), top_k=5),

@@ -53,8 +53,10 @@ class Rows(NamedTuple):
 
     def payloads(self) -> dict[str, Tensor]:
         """What travels beside the values, as a dispatch takes it."""
-        scales = {} if self.scales is None else {SCALES: self.scales.reshape(len(self.values), -1).contiguous()}
-        return scales | self.others
+        scales = self.scales
+        if scales is None:
+            return self.others
+        return {SCALES: (scales[:, None] if scales.dim() == 1 else scales).contiguous()} | self.others
 
     def like(self, values: Tensor, scales: Tensor | None) -> Any:
         """What has come, in the form of the argument x."""
