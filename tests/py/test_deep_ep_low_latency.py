@@ -96,6 +96,7 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
     found |= {"source": array(source), "ranges": array(ranges)}
     factor = torch.arange(1, EXPERTS // 2 + 1, device=device).view(-1, 1, 1) + rank * (EXPERTS // 2)
     made = (whole * factor).bfloat16()
+    values.set_(torch.empty(0, dtype=values.dtype, device=device))  # as frameworks free them, which own them
     out = torch.empty(len(rows), HIDDEN, dtype=torch.bfloat16, device=device)
     if case.zero_copy:
         buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = made

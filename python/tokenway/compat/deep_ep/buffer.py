@@ -273,14 +273,14 @@ class Buffer:
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         with here.streams.call(None, async_finish and not return_recv_hook, inputs) as call:
             settings = use_fp8, round_scale, use_ue8m0, return_recv_hook
-            sent, receive = exchange.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, *settings)
-            call.gives(sent.rows, sent.scales, sent.counts, sent.source, sent.by_source)
+            sent, rows, scales, receive = exchange.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, *settings)
+            call.gives(rows, scales, sent.counts, sent.source, sent.by_source)
             count = partial(_count, sent, cumulative_local_expert_recv_stats)
             if not return_recv_hook:
                 count()
         hook = partial(_receive, here, receive, count) if return_recv_hook else None
-        rows = (sent.rows, sent.scales) if use_fp8 else sent.rows
-        return rows, sent.counts, LowLatencyHandle(sent, x.shape[1], num_experts), call.event, hook
+        handle = LowLatencyHandle(sent, x.shape[1], num_experts)
+        return (rows, scales) if use_fp8 else rows, sent.counts, handle, call.event, hook
 
     def low_latency_combine(
         self,
@@ -319,7 +319,7 @@ class Buffer:
         makes no copy either."""
         sent = sent_of(handle)
         if sent.buffer is None:
-            sent.buffer = torch.empty(sent.rows.shape, dtype=torch.bfloat16, device=sent.rows.device)
+            sent.buffer = torch.empty(sent.shape, dtype=torch.bfloat16, device=sent.device)
         return sent.buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:

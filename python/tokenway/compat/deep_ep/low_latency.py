@@ -21,16 +21,14 @@ _FP8_BLOCK, _PACKED = 128, 4  # elements to a scale, and scales to an int32
 class Sent:
     """A dispatch: what its combines need, and what a caller may look up.
 
-    rows, scales: what came, [L, N * b, H], and for fp8 [L, N * b, S], by column; counts: [L] int32; source: [L, N * b]
-    int32, a row's number in its source's batch; by_source: [L, N] int32, rows of each expert from each source."""
+    shape, device: of the rows that came, which are their caller's alone; counts: [L] int32; source: [L, N * b] int32, a
+    row's number in its source's batch; by_source: [L, N] int32, rows of each expert from each source."""
 
     def __init__(self, exchange: LowLatency, view: TypedGroup, handle: Any, bound: int, made: dict[str, Tensor]):
         self.exchange, self.view, self.handle, self.bound = exchange, view, handle, bound
-        self.rows, self.counts, self.by_source = made["tokens"], made["counts"], made["source_counts"]
+        self.shape, self.device = made["tokens"].shape, made["tokens"].device
+        self.counts, self.by_source = made["counts"], made["source_counts"]
         self.source = made[TOKEN].squeeze(-1)
-        self.scales = None
-        if SCALES in made:
-            self.scales = made[SCALES].transpose(1, 2)[:, : self.rows.shape[1]]
         self.buffer: Tensor | None = None  # for the next combine's rows
 
     def ranges(self) -> Tensor:
@@ -70,10 +68,11 @@ class LowLatency:
 
     def dispatch(
         self, x: Tensor, ids: Tensor, bound: int, fp8: bool, power_of_two: bool, packed: bool, send_only: bool
-    ) -> tuple[Sent, Callable[[], None]]:
+    ) -> tuple[Sent, Tensor, Tensor | None, Callable[[], None]]:
         """Sends rows [T, H] of bfloat16 to their experts, quantised before if fp8. ids: [T, K] int32 or int64, -1 for
-        none. bound: b, alike on all ranks, T at most. Returns what came, and what receives it: done already, unless
-        send_only. A step of all ranks. Errors: as `Group.dispatch`."""
+        none. bound: b, alike on all ranks, T at most. Returns (the dispatch; rows [L, N * b, H]; for fp8 scales
+        [L, N * b, S], by column, else None; what receives them: done already, unless send_only). A step of all ranks.
+        Errors: as `Group.dispatch`."""
         blocks = -(-x.shape[-1] // _FP8_BLOCK)
         scales = None
         if fp8:
@@ -87,13 +86,14 @@ class LowLatency:
             handle = view.route(ids)
             made = _outputs(view, bound)
         try:
-            columns = [SCALES] if fp8 else None
-            asked: dict[str, Any] = {"layout": "expert_major", "bound": bound, "column_major": columns}
+            by_column = [SCALES] if fp8 else None
+            asked: dict[str, Any] = {"layout": "expert_major", "bound": bound, "column_major": by_column}
             pending = view.dispatch(handle, rows, beside, out=dict(made), send_only=send_only, **asked)
         except Exception:
             give_back(handle)
             raise
-        return Sent(self, view, handle, bound, made), _received(pending, handle, send_only)
+        columns = made[SCALES].transpose(1, 2)[:, : view.nranks * bound] if fp8 else None
+        return Sent(self, view, handle, bound, made), made["tokens"], columns, _received(pending, handle, send_only)
 
     def combine(
         self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool
@@ -104,7 +104,7 @@ class LowLatency:
         view, handle = sent.view, sent.handle
         with gradients.telling(partial(gradients.refuse_combine, handle, view)):
             for name, given, shape, dtype in (
-                ("x", rows, sent.rows.shape, torch.bfloat16),
+                ("x", rows, sent.shape, torch.bfloat16),
                 ("topk_weights", weights, (handle.tokens, self.top_k), torch.float32),
             ):
                 if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
