@@ -51,6 +51,7 @@ CASES = {
     "asynchronous": Case((5, 8), asynchronous=True),
     "at most": Case((5, 8), worst=40),
     "by rank": Case((5, 8), by_rank=True, no_choice=False),
+    "by rank, at most": Case((5, 8), by_rank=True, no_choice=False, worst=40),
 }
 
 
@@ -140,7 +141,7 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> None:
         here = (ids >= 0) & (ids // local == rank)
         per_expert = [int((ids == rank * local + e).sum()) for e in range(local)]
         if case.worst:
-            assert found["counts"] == [] and (found["ids"][used:] == -1).all()
+            assert found["counts"] == [] and (case.by_rank or (found["ids"][used:] == -1).all())
         else:
             assert found["counts"] == [-(-n // case.alignment) * case.alignment for n in per_expert]
         own = batches[rank]
@@ -209,11 +210,14 @@ def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(right["topk_idx"], EXPERTS)
     right |= {"num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank, "num_tokens_per_rank": per_expert}
     many = {name: right[name].repeat(2000, 1) for name in ("x", "topk_idx", "topk_weights")}
+    chosen = "topk_idx", "topk_weights"  # without them tokens go by rank
     wrong: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what rank 0 gives, and what rank 1
         "weights": ({}, {"topk_weights": torch.ones(3, 3, device=device)}),
         "three dimensions": ({}, {"x": right["x"][None]}),
         "scales": ({}, {"x": (right["x"], torch.ones(3, 2, device=device))}),
         "more tokens elsewhere": (many, {"topk_weights": torch.ones(3, 3, device=device)}),
+        "no bool": (dict.fromkeys(chosen), dict.fromkeys(chosen) | {"is_token_in_rank": in_rank[:, 0]}),
+        "odd experts": (dict.fromkeys(chosen), dict.fromkeys(chosen) | {"num_tokens_per_expert": per_expert[:3]}),
         "an overflow": ({"num_worst_tokens": 7}, {"num_worst_tokens": 7}),
     }
     if device.type == "cpu":  # elsewhere ids are read by the device
@@ -229,8 +233,17 @@ def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
         began = time.monotonic()
         rows = torch.ones(8 - rank, HIDDEN, dtype=torch.bfloat16)
         told["rows"] = attempt(buffer.combine, rows, handle), time.monotonic() - began
+        told["biases"] = attempt(two_biases, buffer, handle, rank), time.monotonic() - began
         told["rows, then"] = attempt(lambda: array(buffer.combine(torch.ones(8, HIDDEN), handle)[0]).sum())
     return told
+
+
+def two_biases(buffer: Any, handle: Any, rank: int) -> None:
+    """A combine with two of unlike shapes on rank 1."""
+    import torch
+
+    bias = torch.ones(4, HIDDEN)
+    buffer.combine(torch.ones(8, HIDDEN), handle, bias=(bias, bias[: 4 - 2 * rank]))
 
 
 def local_calls(buffer: Any, device: Any) -> dict[str, Any]:
@@ -248,6 +261,7 @@ def local_calls(buffer: Any, device: Any) -> dict[str, Any]:
         "mask": attempt(buffer.low_latency_update_mask_buffer, 1, True),
         "odd": attempt(cls.set_num_sms, 3),
         "experts": attempt(buffer.get_dispatch_layout, torch.zeros(2, 3, dtype=torch.int64), 7),
+        "no expert": [array(x) for x in buffer.get_dispatch_layout(torch.tensor([[9, 1], [-1, 8]]), 8)[:4:2]],
     }
 
 
@@ -347,6 +361,9 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
         "weights": r"^topk_weights has shape \[3, 3\]; it must be \[4, 3\]",
         "three dimensions": r"^x has shape \[1, 4, 32\]",
         "scales": "^the scales of x has 3 rows; it must have 4",
+        "no bool": "^is_token_in_rank must be a tensor of bool",
+        "odd experts": "^num_tokens_per_expert must be a tensor",
+        "biases": r"^bias has shapes \[4, 32\] and \[2, 32\]",
         "more tokens elsewhere": r"^topk_weights has shape",
         "ids": "^ids",
         "rows": r"^x is bfloat16 \[7, 32\]; it must be bfloat16 \[8, 32\], as received",
@@ -372,6 +389,7 @@ def test_calls_that_send_nothing(ran) -> None:
         said(told["mask"], "Unsupported", "Group.shrink")
         said(told["odd"], "AssertionError", "3")
         said(told["experts"], "InvalidArgument", "^num_experts is 7")
+        assert [x.tolist() for x in told["no expert"]] == [[1, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
 
 
 def test_the_module_in_its_place(ran) -> None:

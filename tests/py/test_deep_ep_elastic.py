@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +72,8 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
     """What a rank receives, and gets back: expert e multiplies by e + 1."""
     import torch
 
+    from tokenway.compat.deep_ep import EventOverlap
+
     case, rank = CASES[name], buffer.rank_idx
     mine = {key: None if x is None else torch.from_numpy(x).to(device) for key, x in batch(name, rank).items()}
     values = mine["rows"].to(getattr(torch, case.dtype))
@@ -80,6 +83,7 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
     told = {"async_with_compute_stream": case.asynchronous}
     if case.asynchronous:
         told |= {"previous_event": buffer.capture(), "allocate_on_comm_stream": True}
+        told["previous_event_before_epilogue"] = EventOverlap(None)  # nothing to wait for
     asked = {"num_experts": EXPERTS, "num_max_tokens_per_rank": case.bound, "expert_alignment": case.alignment}
     asked |= {"do_cpu_sync": case.waits, "do_expand": case.expand, "use_tma_aligned_col_major_sf": case.columns}
     came, ids, here, handle, event = buffer.dispatch(
@@ -102,6 +106,7 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
         factors = numbers[expert].view(-1, 1)
     else:
         factors = torch.where(ids >= 0, ids + 1 + rank * (EXPERTS // 2), 0).sum(1, keepdim=True)
+        ids.fill_(-1)  # they are the caller's
     made = (rows.float().nan_to_num(0, 0, 0) * factors).to(torch.bfloat16 if case.scales else values.dtype)
     bias = (torch.arange(len(values), device=device) % 7).view(-1, 1).expand(-1, HIDDEN).to(made.dtype).contiguous()
     out, sums, event = buffer.combine(made, handle, here, bias=bias, **told)
@@ -132,7 +137,7 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> None:
         assert np.array_equal(found["stats"], 1 + counts)
         assert found["list"] == (padded.tolist() if case.waits else [])
         assert np.array_equal(found["from"], np.cumsum([len(t) for t in come]))
-        assert np.array_equal(found["source"][:used, 0], numbers)
+        assert np.array_equal(found["source"][:used, 0], numbers) and (found["source"][used:] == -1).all()
         here = (ids >= 0) & (ids // local == rank)
         if case.expand:
             begins = np.cumsum(padded) - padded
@@ -217,15 +222,21 @@ def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
 
     x, ids = torch.ones(4, HIDDEN, dtype=torch.bfloat16, device=device), torch.tensor([[0, 5, 2]] * 4, device=device)
 
-    def pair(rows: Any = x, ids: Any = ids, less: int = 0) -> float:
-        came, _, _, handle, _ = buffer.dispatch(rows, ids, num_experts=EXPERTS, do_expand=True)
-        return float(array(buffer.combine(came[less:], handle)[0]).sum())
+    unsaid = type(buffer)(buffer.group)
+
+    def pair(rows: Any = x, ids: Any = ids, less: int = 0, bias: Any = None, by: Any = buffer) -> float:
+        came, _, _, handle, _ = by.dispatch(rows, ids, num_experts=EXPERTS, do_expand=True)
+        return float(array(buffer.combine(came[less:], handle, bias=bias)[0]).sum())
 
     told: dict[str, Any] = {}
     wrong: dict[str, Any] = {
         "many": (x.repeat(5, 1), ids.repeat(5, 1)),
         "ids": (x, ids[:3]),
         "rows": (x, ids, 1),
+        "three dimensions": (x[None], ids),
+        "a number": (x.sum(), ids),
+        "biases": (x, ids, 0, (x, x[:2, :3])),
+        "bound": (x, ids, 0, None, unsaid),
     }
     for name, given in wrong.items():
         began = time.monotonic()
@@ -251,6 +262,23 @@ def refused(buffer: Any, device: Any) -> dict[str, Any]:
     }
 
 
+def at_a_store(store: str) -> bool:
+    """Barriers of ranks that have no process group: whether none has left before all were there."""
+    import torch.distributed as dist
+
+    from tokenway.compat.deep_ep import ElasticBuffer
+
+    own, rank = dist.FileStore(f"{store} of a barrier", 2), dist.get_rank()
+    alone = types.SimpleNamespace(rank=lambda: rank, size=lambda: 2, store=own)
+    buffer, came = ElasticBuffer(alone), []
+    for turn in range(2):
+        own.add(f"here {turn}", 1)
+        buffer.barrier()
+        came.append(own.add(f"here {turn}", 0))
+        buffer.barrier()
+    return came == [2, 2]
+
+
 def rank_main(store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -264,6 +292,7 @@ def rank_main(store: str) -> dict[str, Any]:
     for name in MUTATIONS:
         found[name] = mutant(buffer, name, device)
     buffer.barrier()
+    found["barrier"] = attempt(at_a_store, store)
     buffer.destroy()
     end()
     return found
@@ -286,6 +315,10 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
     sentences = {
         "many": "^x has 20 rows; it must have at most num_max_tokens_per_rank, 10",
         "ids": r"^topk_idx has shape \[3, 3\]; it must be \[4, 3\]",
+        "three dimensions": r"^x has shape \[1, 4, 32\]",
+        "a number": r"^x has shape \[\]",
+        "biases": r"^bias has shapes \[4, 32\] and \[2, 3\]",
+        "bound": "^num_max_tokens_per_rank is 0; it must be at least 1",
         "rows": r"^x is bfloat16 \[\d+, 32\]; it must be bfloat16 \[\d+, 32\], as received",
     }
     for rank, found in enumerate(ran):
@@ -305,6 +338,10 @@ def test_what_is_not_served(ran) -> None:
         said(told["experts"], "InvalidArgument", "num_experts must be given")
         said(told["bound"], "InvalidArgument", "^num_max_tokens_per_rank is 0; it must be at least 1")
         assert told["numbers"] == [0, (1, 2), 1] and told["hint"]
+
+
+def test_a_barrier_without_a_process_group(ran) -> None:
+    assert all(found["barrier"] is True for found in ran), [found["barrier"] for found in ran]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -380,3 +380,20 @@ def test_versions_that_are_supported(monkeypatch) -> None:
         supported.check("transformers", "5.24", "5.25", "transformers")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.7.2.post1")
     supported.check("flashinfer-python", "0.7.2", "0.7.3", "flashinfer")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_close_that_raises(torch: Any, closed: bool) -> None:
+    """A group that is closed all the same is forgotten, and one that is not is still there."""
+    from tokenway.integrations.groups import SharedGroup
+
+    class Group:
+        def close(self) -> None:
+            self.closed = closed
+            raise tw.CallMismatch("another rank creates a group")
+
+    shared = object.__new__(SharedGroup)
+    shared._views, shared.group = {1: None}, Group()
+    with pytest.raises(tw.CallMismatch):
+        shared.close()
+    assert (shared.group is None) == closed == (not shared._views)

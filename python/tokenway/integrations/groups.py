@@ -32,6 +32,7 @@ import torch
 
 import tokenway as tw
 from tokenway import meeting
+from tokenway.party import party_of
 from tokenway.pytorch.typed_group import TypedGroup
 
 # Tokens that a group has room for from the start. Of the mode "auto" the largest bound of low latency stays what it is
@@ -114,10 +115,13 @@ class SharedGroup:
 
     def close(self) -> None:
         """Collective: closes the group, which is made anew if it is needed again."""
-        if self.group is not None:
-            self.group.close()  # where it raises, the group is still there to be closed
-        self.group = None
-        self._views.clear()
+        try:
+            if self.group is not None:
+                self.group.close()
+        finally:  # it may raise of a group that is closed all the same, or is still there to be closed
+            if self.group is None or self.group.closed:
+                self.group = None
+                self._views.clear()
 
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""
@@ -243,6 +247,16 @@ def close(process_group: Any = None) -> None:
     for key, peers in list(_living.items()):
         if key[0] == number:
             peers.close()
+
+
+def barrier(process_group: Any, timeout: float) -> None:
+    """Waits on the host for all ranks of a process group, as `of` takes it, to come here. timeout: seconds, where these
+    meet at a store. Collective."""
+    group = resolved(process_group)
+    if isinstance(group, torch.distributed.ProcessGroup):
+        torch.distributed.barrier(group)
+    else:
+        party_of(group, None, None, None, None).gather("a barrier", 0, timeout)
 
 
 def living() -> list[Peers]:

@@ -132,7 +132,7 @@ class Buffer:
         here, _ = ranks.of(self.group, topk_idx.device)
         with here.streams.call(previous_event, async_finish, (topk_idx,)) as call:
             chosen = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.int32)
-            places = torch.where(topk_idx < 0, num_experts, topk_idx).long()
+            places = torch.where((topk_idx < 0) | (topk_idx >= num_experts), num_experts, topk_idx).long()
             chosen = chosen.scatter_(1, places, 1)[:, :num_experts]
             per_expert = chosen.sum(0, dtype=torch.int32)
             in_rank = chosen.view(len(chosen), size, num_experts // size).any(2)
@@ -172,7 +172,7 @@ class Buffer:
         rows = Rows.of(x)
         sms = (config or self.get_dispatch_config(self.group_size)).num_sms
         here, peers = ranks.of(self.group, rows.values.device)
-        inputs = rows.values, rows.scales, topk_idx, topk_weights, is_token_in_rank
+        inputs = rows.values, rows.scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
         with here.streams.call(previous_event, async_finish, inputs) as call:
             if handle is not None:
                 values, scales, _, _ = routing_of(handle).exchange.send(routing_of(handle), rows, sms)
@@ -181,11 +181,14 @@ class Buffer:
             else:
                 by_rank = topk_idx is None
                 exchange = self._normal(here, peers, topk_idx, num_tokens_per_expert, is_token_in_rank)
-                ids = _by_rank(is_token_in_rank) if by_rank else topk_idx
-                routing = exchange.route(rows, ids, topk_weights, num_worst_tokens, sms)
+                size = self.group_size
+                choices = partial(_chosen, topk_idx, is_token_in_rank, num_tokens_per_expert, size)
+                routing = exchange.route(rows, choices, topk_weights, num_worst_tokens, sms)
+                counts = routing.experts
+                if by_rank and not num_worst_tokens:  # before rows are sent: whoever refuses that has made this step
+                    counts = exchange.sums(num_tokens_per_expert)
                 values, scales, local_ids, weights = exchange.send(routing, rows, sms, first=True)
                 call.gives(values, scales, local_ids, weights, routing.counts)
-                counts = exchange.sums(num_tokens_per_expert) if by_rank else routing.experts
                 padded = [] if num_worst_tokens else [-(-n // expert_alignment) * expert_alignment for n in counts]
                 made = NormalHandle(routing, self.rank, is_token_in_rank)
                 found = (None, None, padded, made) if by_rank else (local_ids, weights, padded, made)
@@ -221,11 +224,9 @@ class Buffer:
         routing = routing_of(handle)
         sms = (config or self.get_combine_config(self.group_size)).num_sms
         here, _ = ranks.of(self.group, x.device)
-        first, second = bias if isinstance(bias, (tuple, list)) else (bias, None)
-        with here.streams.call(previous_event, async_finish, (x, topk_weights, first, second)) as call:
-            if second is not None:
-                first = second if first is None else first.float() + second.float()
-            out, weights = routing.exchange.gather(routing, x, topk_weights, first, sms)
+        inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,))
+        with here.streams.call(previous_event, async_finish, inputs) as call:
+            out, weights = routing.exchange.gather(routing, x, topk_weights, bias, sms)
             call.gives(out, weights)
         return out, weights, call.event
 
@@ -342,8 +343,15 @@ def _leave_out(**given: Any) -> None:
             not_served(name, "leave it out")
 
 
-def _by_rank(token_in_rank: Any) -> Tensor:
-    """[T, N] bool -> [T, N] int64: the ranks that a token goes to, as experts, -1 for none."""
+def _chosen(ids: Any, token_in_rank: Any, per_expert: Any, size: int) -> Any:
+    """[T, K]: the ids of a dispatch, or where these are None from [T, N] bool the ranks that a token goes to, as
+    experts, -1 for none. Errors: InvalidArgument."""
+    if ids is not None:
+        return ids
+    if not isinstance(token_in_rank, Tensor) or token_in_rank.dim() != 2 or token_in_rank.dtype != torch.bool:
+        raise tw.InvalidArgument.of("is_token_in_rank", f"must be a tensor of bool, [T, {size}]")
+    if not isinstance(per_expert, Tensor) or per_expert.dim() != 1 or len(per_expert) % size:
+        raise tw.InvalidArgument.of("num_tokens_per_expert", f"must be a tensor [E], E being a multiple of {size}")
     numbers = torch.arange(token_in_rank.shape[1], device=token_in_rank.device)
     return torch.where(token_in_rank, numbers, -1)
 

@@ -11,9 +11,10 @@ from torch import Tensor
 import tokenway as tw
 from tokenway.compat.deep_ep import ranks
 from tokenway.compat.deep_ep.config import not_served
-from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
+from tokenway.compat.deep_ep.events import EventHandle, EventOverlap, handle_of
 from tokenway.compat.deep_ep.expanded import NUMBER, WEIGHTS, Expanded, Plan
 from tokenway.compat.deep_ep.normal import SCALES, Rows
+from tokenway.integrations import groups
 
 
 class EPHandle:
@@ -39,7 +40,7 @@ class EPHandle:
         """[L] int32: rows of each expert, on the device."""
         plan = self.plan
         if plan.expand:
-            return plan.counts
+            return plan.counts.clone()
         local = self.exchange.group.num_local_experts
         if plan.experts is not None:
             return torch.tensor(plan.experts, dtype=torch.int32, device=plan.ids.device)
@@ -74,7 +75,12 @@ class EPHandle:
         expert, where its K rows are, -1 for none. Rows beyond those that come hold -1."""
         if self._metadata is None:
             plan, top_k = self.plan, self.exchange.top_k
-            numbers = self._by_source() if plan.expand else plan.numbers.view(-1)
+            if plan.expand:
+                numbers = self._by_source()
+            else:
+                numbers = plan.numbers.view(-1)
+                come = torch.arange(len(numbers), device=numbers.device) < plan.counts.sum()
+                numbers = numbers.masked_fill(~come, -1)
             whole = torch.full((len(numbers), top_k + 2), -1, dtype=torch.int32, device=numbers.device)
             whole[:, 0] = numbers
             if plan.expand:
@@ -135,6 +141,7 @@ class ElasticBuffer:
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps, explicitly_destroy
+        self._patience = float(num_cpu_timeout_secs)  # of barriers at a store
 
     def destroy(self) -> None:
         """As `Buffer.destroy`."""
@@ -179,7 +186,7 @@ class ElasticBuffer:
         """Waits on the host for all ranks to come here, and for what their devices are doing. Collective."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        torch.distributed.barrier(self.group)
+        groups.barrier(self.group, self._patience)
 
     def dispatch(
         self,
@@ -218,44 +225,45 @@ class ElasticBuffer:
         Returns (x in the form given, [R, H] by source, or [P, H] by expert, each expert's rows beginning at a multiple
         of the alignment; topk_idx [R, K] of this rank's experts, or -1, None by expert; topk_weights [R, K], or [P], if
         they were given; handle; event). A step of all ranks. Errors: as `Buffer.dispatch`."""
-        here, peers = ranks.of(self.group, (x[0] if isinstance(x, (tuple, list)) else x).device)
-        inputs = (*(x if isinstance(x, (tuple, list)) else (x,)), topk_idx, topk_weights)
+        given = x if isinstance(x, (tuple, list)) else (x,)
+        here, peers = ranks.of(self.group, given[0].device)
+        inputs = *given, topk_idx, topk_weights, cumulative_local_expert_recv_stats
+        if handle is not None:
+            plan = _checked(handle).plan
+            inputs += plan.ids, plan.origins, plan.counts
         with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
             _wait(previous_event_before_epilogue)
             if handle is None:
-                if topk_idx is None or num_experts is None:
-                    raise tw.InvalidArgument.of("topk_idx", "and num_experts must be given, or a handle")
+                if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or num_experts is None:
+                    raise tw.InvalidArgument.of("topk_idx", "[T, K] and num_experts must be given, or a handle")
                 bound = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-                if bound < 1:
-                    told = "is 0; it must be at least 1, here or in the constructor, alike on all ranks"
-                    raise tw.InvalidArgument.of("num_max_tokens_per_rank", told)
                 plan = Plan(None, do_expand, bound, expert_alignment or 1, do_cpu_sync is None or do_cpu_sync)
                 exchange = here.expanded(peers, num_experts, topk_idx.shape[-1])
-                rows = Rows.of(x, **{NUMBER: self._numbers(bound, inputs[0])})
+                rows = Rows.of(x, **{NUMBER: self._numbers(bound, given[0])})
                 exchange.route(rows, topk_idx, topk_weights, plan, num_sms)
                 found = exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, True)
-                ids, weights = plan.ids, found["weights"]
+                ids, weights = found.get("ids"), found["weights"]
                 if ids is not None:
                     weights.masked_fill_(ids < 0, 0)
                 handle = EPHandle(plan, exchange, topk_idx.clone() if do_handle_copy else topk_idx, num_sms)
             else:
-                plan, others = handle.plan, {} if topk_weights is None else {WEIGHTS: topk_weights}
-                rows = Rows.of(x, **others)
+                rows = Rows.of(x, **({} if topk_weights is None else {WEIGHTS: topk_weights}))
                 found = handle.exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, False)
-                ids, weights = plan.ids, None if topk_weights is None else _weights(plan, found[WEIGHTS])
+                ids = None if plan.ids is None else plan.ids.clone()
+                weights = None if topk_weights is None else _weights(plan, found[WEIGHTS])
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
             scales = found.get(SCALES)
             if scales is not None and use_tma_aligned_col_major_sf:
                 scales = scales.t()[: plan.size]
-            call.gives(found["tokens"], scales, ids, weights, plan.counts, plan.numbers, plan.offsets, plan.origins)
-        given = weights if topk_weights is not None else None
-        return rows.like(found["tokens"], scales), ids, given, handle, call.event
+            call.gives(found["tokens"], scales, ids, weights, handle.topk_idx)
+            call.gives(plan.counts, plan.numbers, plan.offsets, plan.origins, plan.ids)
+        return rows.like(found["tokens"], scales), ids, None if topk_weights is None else weights, handle, call.event
 
     def _numbers(self, bound: int, values: Tensor) -> Tensor:
         """[T, 1] int32: of this rank's tokens among those of all ranks."""
-        first = self.rank_idx * bound
-        return torch.arange(first, first + len(values), dtype=torch.int32, device=values.device).view(-1, 1)
+        first, count = self.rank_idx * bound, values.shape[0] if values.dim() else 0
+        return torch.arange(first, first + count, dtype=torch.int32, device=values.device).view(-1, 1)
 
     def combine(
         self,
@@ -274,17 +282,12 @@ class ElasticBuffer:
         bfloat16 (or float32, float16), as received. topk_weights: [R, K], or [P] by expert, float32, which return too,
         each from the rank of its expert, on all ranks or on none. bias: as of `Buffer.combine`. Returns (x [T, H],
         topk_weights [T, K] or None, event). A step of all ranks. Errors: as `Buffer.dispatch`."""
-        if not isinstance(handle, EPHandle):
-            told = f"is of type {type(handle).__name__}; it must come from ElasticBuffer.dispatch"
-            raise tw.InvalidArgument.of("handle", told)
+        exchange, plan = _checked(handle).exchange, handle.plan
         here, _ = ranks.of(self.group, x.device)
-        first, second = bias if isinstance(bias, (tuple, list)) else (bias, None)
-        inputs = x, topk_weights, first, second
+        inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,))
         with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
             _wait(previous_event_before_epilogue)
-            if second is not None:
-                first = second if first is None else first.float() + second.float()
-            out, weights = handle.exchange.gather(handle.plan, x, topk_weights, first, num_sms or handle.num_sms)
+            out, weights = exchange.gather(plan, x, topk_weights, bias, num_sms or handle.num_sms)
             call.gives(out, weights)
         return out, weights, call.event
 
@@ -296,8 +299,17 @@ def _up(count: Any, alignment: int) -> Any:
 
 def _wait(event: Any) -> None:
     """Has the current stream wait for an event, if there is one."""
+    event = handle_of(event)
     if event is not None:
         event.current_stream_wait()
+
+
+def _checked(handle: Any) -> EPHandle:
+    """The argument `handle`. Errors: InvalidArgument."""
+    if not isinstance(handle, EPHandle):
+        told = f"is of type {type(handle).__name__}; it must come from ElasticBuffer.dispatch"
+        raise tw.InvalidArgument.of("handle", told)
+    return handle
 
 
 def _weights(plan: Plan, came: Tensor) -> Tensor:

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.compat.deep_ep.normal import SCALES, Exchange, Rows, check_choices, refuse_combine, refuse_dispatch
+from tokenway.compat.deep_ep.normal import (
+    SCALES,
+    Exchange,
+    Rows,
+    check_choices,
+    refuse_combine,
+    refuse_dispatch,
+    sum_of,
+)
 from tokenway.integrations.groups import give_back
 from tokenway.pytorch import gradients
+from tokenway.pytorch.typed_group import TypedGroup
 
 NUMBER, WEIGHTS = "number", "later_weights"  # payloads: a row's number among those of all ranks; of a later pass
 
@@ -46,9 +55,14 @@ class Expanded(Exchange):
         """Ranks tell each other how many rows will come. A step of all ranks; the host waits for what it brings if the
         plan does. Errors: InvalidArgument, on the other ranks PeerRefused: at once on the CPU or if the plan waits."""
         bound = plan.bound
-        view = self.view(rows.kind(), bound)
+        with gradients.telling(partial(self._refuse, plan)):
+            if bound < 1:
+                told = "is 0; it must be at least 1, here or in the constructor, alike on all ranks"
+                raise tw.InvalidArgument.of("num_max_tokens_per_rank", told)
+            kind = rows.kind()
+        view = self.view(kind, bound)
         group = view.group
-        with gradients.telling(partial(group.refuse_routing, plan.layout)):
+        with gradients.telling(partial(self._refuse, plan, view)):
             if len(rows.values) > bound:
                 told = f"has {len(rows.values)} rows; it must have at most num_max_tokens_per_rank, {bound}"
                 raise tw.InvalidArgument.of("x", told)
@@ -61,8 +75,10 @@ class Expanded(Exchange):
             if plan.waits:
                 plan.tokens, plan.experts = handle.recv_rows, handle.expert_rows.tolist()
             plan.rows = handle.rows_of(plan.layout)
-        except Exception:
+        except Exception as error:
             give_back(handle)
+            if isinstance(error, tw.InvalidArgument):  # of which it has told the peers
+                _refuse_second(plan, view)
             raise
         plan.size = plan.rows
         if not plan.waits and group.device is None:  # a device's outputs are as large as that
@@ -70,6 +86,14 @@ class Expanded(Exchange):
             places = plan.tokens * min(self.top_k, local) + local * (plan.alignment - 1)
             places += -places % plan.alignment
             plan.size = max(plan.rows, places if plan.expand else plan.tokens)
+
+    def _refuse(self, plan: Plan, view: TypedGroup | None = None) -> None:
+        """Tells peers, who are in `route`, of a call that this rank cannot make. view: of its rows, if it is known."""
+        group = self.shared.group
+        if group is not None:
+            group.refuse_routing(plan.layout)
+            views = (each for each in self._views.values() if each.group is group)
+            _refuse_second(plan, view or next(views, group))
 
     def send(self, plan: Plan, rows: Rows, sm_limit: int, columns: bool, first: bool) -> dict[str, Tensor]:
         """Sends rows by a routing: "tokens", and what is beside; "ids" and "weights" if it is the first time. Scales by
@@ -94,7 +118,8 @@ class Expanded(Exchange):
             give_back(handle)
         if first:
             plan.counts, plan.origins = used["counts"], used.get("origins")
-            plan.numbers, plan.ids = whole.pop(NUMBER), whole.get("ids")
+            plan.numbers = whole.pop(NUMBER)
+            plan.ids = None if plan.expand else whole["ids"].clone()  # a caller may write to those that it gets
         if columns and not direct:  # rows by source are not brought by column, nor are those in a part of an output
             scales = whole[SCALES]
             aligned = scales.new_empty(scales.shape[1], len(scales) + -len(scales) % (16 // scales.itemsize))
@@ -127,14 +152,15 @@ class Expanded(Exchange):
         return whole, used
 
     def gather(
-        self, plan: Plan, rows: Tensor, weights: Tensor | None, bias: Tensor | None, sm_limit: int
+        self, plan: Plan, rows: Tensor, weights: Tensor | None, biases: Any, sm_limit: int
     ) -> tuple[Tensor, Tensor | None]:
         """Sums rows [R, H] over this rank's experts, by expert, and over ranks, where they came from: [T, H] of their
-        dtype, from `bias` on; and brings weights back, [R, K] float32, or [P] by expert, each from the rank of its
+        dtype, from `biases` on; and brings weights back, [R, K] float32, or [P] by expert, each from the rank of its
         expert: [T, K]. A step of all ranks. Errors: as `Group.combine`."""
         handle, view = plan.handle, plan.handle.group
         row = () if plan.expand else (self.top_k,)
         with gradients.telling(lambda: refuse_combine(handle, view, None, () if weights is not None else None)):
+            bias = sum_of(biases)
             values = _used("x", rows, plan, (rows.shape[-1],), rows.dtype)
             if weights is not None:
                 weights = _used("topk_weights", weights, plan, row, torch.float32)
@@ -145,6 +171,13 @@ class Expanded(Exchange):
         finally:
             give_back(handle)
         return (out, None) if weights is None else out
+
+
+def _refuse_second(plan: Plan, calls: Any) -> None:
+    """Refuses the dispatch that peers have enqueued behind their exchange of counts, if they learn only later that this
+    was refused. calls: the group, by rows of the peers' type where it is known."""
+    if not plan.waits and calls.native.place.learns_late:
+        calls.refuse_dispatch(plan.layout)
 
 
 def _used(name: str, rows: Tensor, plan: Plan, row: tuple[int, ...], dtype: torch.dtype) -> Tensor:

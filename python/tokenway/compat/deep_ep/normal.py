@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,19 +126,22 @@ class Normal(Exchange):
 
     # ---------------------------------------------------------------------------------------------------- routings
 
-    def route(self, rows: Rows, ids: Tensor, weights: Tensor | None, limit: int, sm_limit: int) -> Routing:
+    def route(
+        self, rows: Rows, choices: Callable[[], Tensor], weights: Tensor | None, limit: int, sm_limit: int
+    ) -> Routing:
         """Ranks tell each other how many rows will come. A step of all ranks, in which the host waits for what it
         brings, but in a capture; and where a rank has more tokens than there is room for, or cannot make the call, two
         more, in which ranks learn that, and the group grows.
 
-        ids: [T, K] int64, -1 for none; weights: [T, K] float32, or None. limit: most rows that come, 0: as many as do.
-        Errors: InvalidArgument, on the other ranks PeerRefused; RecvOverflow on all."""
+        choices: returns [T, K] int64, -1 for none; what it raises, peers are told of. weights: [T, K] float32, or None.
+        limit: most rows that come, 0: as many as do. Errors: InvalidArgument, on the other ranks PeerRefused;
+        RecvOverflow on all."""
         for _ in range(2):
             handle, problem = None, None
             try:
                 with gradients.telling(self._refuse_routing):
                     view = self.view(rows.kind())
-                    tokens = len(rows.values)
+                    ids, tokens = choices(), len(rows.values)
                     check_choices(ids, weights, tokens, self.top_k)
                     if tokens > view.max_tokens:
                         told = f"are {tokens}, and the group has room for {view.max_tokens}"
@@ -228,35 +232,52 @@ class Normal(Exchange):
         return whole, used
 
     def gather(
-        self, routing: Routing, rows: Tensor, weights: Tensor | None, bias: Tensor | None, sm_limit: int
+        self, routing: Routing, rows: Tensor, weights: Tensor | None, biases: Any, sm_limit: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums rows [R, H] over ranks, where they came from: [T, H] of their dtype, from `bias` [T, H] on; and weights
+        """Sums rows [R, H] over ranks, where they came from: [T, H] of their dtype, from `biases` on; and weights
         [R, K] float32: [T, K], if there are any, on all ranks or on none.
 
         A step of all ranks, or two with weights. Errors: as `Group.combine`."""
         handle, view, beside = routing.handle, routing.handle.group, None
         with gradients.telling(lambda: refuse_combine(handle, view, beside)):
             beside = None if weights is None else self.view((self.top_k, torch.float32, ()))
+            bias = sum_of(biases)
             values = _used("x", rows, routing, (rows.shape[-1],), rows.dtype)
             view = self.view((rows.shape[-1], rows.dtype, ()))
             if weights is not None:
                 weights = _used("topk_weights", weights, routing, (self.top_k,), torch.float32)
+        out = None
         try:
             out = view.combine(handle, values, layout="flat", dtype=rows.dtype, bias=bias, sm_limit=sm_limit)
             if beside is None:
                 return out, None
             return out, beside.combine(handle, weights, layout="flat", dtype=torch.float32, sm_limit=sm_limit)
+        except tw.InvalidArgument:
+            if out is None:
+                _refuse_second(handle, beside)
+            raise
         finally:
             give_back(handle)
 
     def sums(self, per_expert: Tensor) -> list[int]:
-        """[E] int32 of this rank: over all ranks, those of this rank's experts, on the host. As many steps as there are
-        parts of `max_tokens` experts."""
+        """[E] of this rank: over all ranks, those of this rank's experts, on the host. As many steps as there are parts
+        of `max_tokens` experts."""
         group, parts = self.group, []
         for part in per_expert.to(torch.int32).view(-1, 1).split(group.max_tokens):
             came = group.all_gatherv(part, [len(part)] * group.nranks, bound=len(part)).rows
             parts.append(came.view(group.nranks, len(part)).sum(0))
         return torch.cat(parts).view(group.nranks, -1)[group.rank].tolist()
+
+
+def sum_of(biases: Any) -> Tensor | None:
+    """The argument bias of a combine as one: None, a tensor, or two."""
+    first, second = biases if isinstance(biases, (tuple, list)) else (biases, None)
+    if first is None or second is None:
+        return second if first is None else first
+    if first.shape != second.shape:
+        told = f"has shapes {list(first.shape)} and {list(second.shape)}; they must be the same"
+        raise tw.InvalidArgument.of("bias", told)
+    return first.float() + second.float()
 
 
 def check_choices(ids: Any, weights: Any, tokens: int, top_k: int) -> None:
@@ -291,6 +312,12 @@ def refuse_combine(handle: Any, view: TypedGroup, beside: TypedGroup | None, val
     anything, if the peers' combine has values of choices."""
     with suppress(tw.TokenwayError):
         view.combine(handle, None, choice_values=values)
-    if beside is not None and view.native.place.learns_late:
-        gradients.refuse_combine(handle, beside)
+    _refuse_second(handle, beside)
     give_back(handle)
+
+
+def _refuse_second(handle: Any, beside: TypedGroup | None) -> None:
+    """Refuses the second step of a combine with weights that peers have enqueued, if they learn only later that the
+    first was refused."""
+    if beside is not None and beside.native.place.learns_late:
+        gradients.refuse_combine(handle, beside)
