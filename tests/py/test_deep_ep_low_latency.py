@@ -180,21 +180,22 @@ def two_under_way(buffer: Any, device: Any) -> Any:
     import torch
 
     given = [[torch.from_numpy(x).to(device) for x in batch(name, buffer.rank)] for name in ("hooks", "fp8")]
+    stats = torch.zeros(2, EXPERTS // 2, dtype=torch.int32, device=device)
     sent = [
-        buffer.low_latency_dispatch(rows.bfloat16(), ids, 8, EXPERTS, use_fp8=False, return_recv_hook=True)
-        for rows, ids, _ in given
+        buffer.low_latency_dispatch(rows.bfloat16(), ids, 8, EXPERTS, each, use_fp8=False, return_recv_hook=True)
+        for (rows, ids, _), each in zip(given, stats, strict=True)
     ]
     outs = []
     for came, _, handle, _, hook in sent:
         hook()
-        hook()  # once is enough
+        hook()  # once is enough, for statistics too
         outs.append((came, handle))
     back = []
     for (came, handle), (_, ids, weights) in zip(outs, given, strict=True):
         back.append(buffer.low_latency_combine(came, ids, weights, handle, return_recv_hook=True))
     for *_, hook in back:
         hook()
-    found = []
+    found = [np.array_equal(array(each), array(counts)) for each, (_, counts, *_) in zip(stats, sent, strict=True)]
     for (rows, ids, weights), (out, *_) in zip(given, back, strict=True):
         factor = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
         found.append(np.allclose(array(out), array(rows * factor), rtol=2**-8))
@@ -212,23 +213,53 @@ def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
     def dispatch(x: Any = x, ids: Any = ids) -> Any:
         return buffer.low_latency_dispatch(x, ids, 8, EXPERTS, use_fp8=False)
 
-    def pair(wrong: bool = False) -> float:
+    def pair(wrong: bool = False, **asked: Any) -> float:
         came, _, handle, *_ = dispatch()
         rows = came[:, 1:] if wrong else came
-        return float(array(buffer.low_latency_combine(rows, ids, weights, handle)[0]).sum())
+        return float(array(buffer.low_latency_combine(rows, ids, weights, handle, **asked)[0]).sum())
 
     told: dict[str, Any] = {}
     wrong: dict[str, Any] = {
         "dtype": lambda: dispatch(x.float()),
         "many": lambda: dispatch(x.repeat(3, 1), ids.repeat(3, 1)),
         "ids": lambda: dispatch(ids=ids[:3]),
+        "a number": lambda: dispatch(x.sum()),
+        "an argument": lambda: buffer.low_latency_dispatch(x, ids, 8, EXPERTS, use_nvfp4=True),
+        "an argument of the combine": lambda: pair(use_logfmt=True),
         "rows": lambda: pair(True),
     }
     for name, call in wrong.items():
         began = time.monotonic()
-        right = pair if name == "rows" else dispatch
+        right = pair if name in ("rows", "an argument of the combine") else dispatch
         told[name] = attempt(call if rank == 1 else right), time.monotonic() - began
         told[f"{name}, then"] = attempt(pair)
+    return told
+
+
+def numbers_kept() -> list[int]:
+    """How many numbers of tokens there were, before and after a group had grown."""
+    from tokenway.compat.deep_ep import low_latency, ranks
+
+    exchanges = (each for known in ranks._known.values() for each in known._exchanges.values())
+    return [
+        len(x) for each in exchanges if type(each) is low_latency.LowLatency for x in each._numbers if each.top_k == 3
+    ]
+
+
+def failing_once() -> list[str]:
+    """What a hook does whose receiving fails at first."""
+    from tokenway.compat.deep_ep.low_latency import Once
+
+    told, errors = [], [tw.InvalidUsage("another call"), tw.InvalidUsage("and another")]
+
+    def receive() -> None:
+        told.append("receive")
+        if errors:
+            raise errors.pop()
+
+    hook = Once(receive, lambda: told.append("count"))
+    for _ in range(4):
+        told.append(str(attempt(hook)))
     return told
 
 
@@ -261,6 +292,7 @@ def rank_main(store: str) -> dict[str, Any]:
     _, device = begin(store, 2)
     buffer = Buffer(dist.group.WORLD, num_rdma_bytes=1 << 20, low_latency_mode=True, explicitly_destroy=True)
     found: dict[str, Any] = {name: attempt(counted, buffer, name, device) for name in CASES}
+    found["numbers"] = numbers_kept()
     found["two"] = attempt(two_under_way, buffer, device)
     found["wrong"] = wrong_alone(buffer, device) if device.type == "cpu" else {}  # elsewhere peers learn late
     found["refused"] = refused(buffer, device)
@@ -283,8 +315,19 @@ def test_rows_and_sums(ran, case) -> None:
     judge(case, [found[case] for found in ran])
 
 
+def test_numbers_of_graphs_are_kept(ran) -> None:
+    """A graph reads those that there were when it was captured, though the group has grown since."""
+    assert all(found["numbers"] == [256, 512] for found in ran), [found["numbers"] for found in ran]
+
+
+def test_a_hook_that_fails(torch: Any) -> None:
+    """It fails as long as its receiving does, and counts once."""
+    failed = [str(("InvalidUsage", told)) for told in ("and another", "another call")]
+    assert failing_once() == ["receive", failed[0], "receive", failed[1], "receive", "count", "None", "None"]
+
+
 def test_two_under_way(ran) -> None:
-    assert all(found["two"] == [True, True] for found in ran), [found["two"] for found in ran]
+    assert all(found["two"] == [True] * 4 for found in ran), [found["two"] for found in ran]
 
 
 def test_a_rank_that_calls_wrongly(ran) -> None:
@@ -293,6 +336,9 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
         "dtype": r"^x is float32 \[4, 1024\]; it must be bfloat16",
         "many": "^x has 12 rows; it must have at most num_max_dispatch_tokens_per_rank, 8",
         "ids": r"^topk_idx is \[3, 3\]; it must be \[4, 3\]",
+        "a number": r"^x is bfloat16 \[\]; it must be bfloat16",
+        "an argument": "^use_nvfp4 is not served",
+        "an argument of the combine": "^use_logfmt is not served",
         "rows": r"^x is bfloat16 \[4, 15, 1024\]; it must be bfloat16 \[4, 16, 1024\]",
     }
     for rank, found in enumerate(ran):
@@ -300,7 +346,8 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
             if name.endswith("then"):
                 assert told == 4 * 3 * HIDDEN, (name, told)
                 continue
-            said(told[0], *(("InvalidArgument", sentences[name]) if rank == 1 else ("PeerRefused", "rank 1")))
+            kind = "Unsupported" if "argument" in name else "InvalidArgument"
+            said(told[0], *((kind, sentences[name]) if rank == 1 else ("PeerRefused", "rank 1")))
             assert told[1] < AT_ONCE
 
 

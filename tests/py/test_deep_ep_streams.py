@@ -43,6 +43,7 @@ class Pretended:
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.captured)
         patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.dim() > 0), raising=False)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.told.append(f"noted for {stream.name}"))
 
     @contextmanager
@@ -80,7 +81,7 @@ def test_a_call_on_the_current_stream(pretended, streams) -> None:
 def test_an_asynchronous_call(torch, pretended, streams) -> None:
     """It runs behind the current stream on its own, and memory is noted for both; the next call waits for it."""
     x = torch.ones(2)
-    with streams.call(None, True, (x, None)) as call:
+    with streams.call(None, True, (x, None, torch.tensor(2.0))) as call:  # the last is on the host
         assert pretended.current is pretended.own
         call.gives(x, None)
     assert pretended.current is pretended.main
@@ -113,6 +114,23 @@ def test_an_error_within(pretended, streams) -> None:
     with streams.call(None, False):
         pass
     assert pretended.since() == ["own waits for main", "main waits for own"]
+
+
+def test_what_a_hook_does(torch, pretended, streams) -> None:
+    """It is on the stream of its call, for which the current one waits then."""
+    other = Stream("other", pretended.told)
+    with streams.call(None, False) as call:
+        pass
+    with streams.on(call.stream):
+        assert pretended.current is pretended.main
+    assert pretended.since() == []
+    with pretended.on(other), streams.on(call.stream), streams.call(None, False):
+        assert pretended.current is pretended.main
+    assert pretended.since() == ["other waits for main"]
+    pretended.main.captured = True  # who replays orders these
+    with pretended.on(other), streams.on(call.stream):
+        pass
+    assert pretended.since() == []
 
 
 def test_captures(torch, pretended, streams) -> None:

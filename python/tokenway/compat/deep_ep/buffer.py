@@ -14,8 +14,10 @@ from tokenway.compat.deep_ep import ranks
 from tokenway.compat.deep_ep.config import Config, low_latency_size_hint, not_served
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenway.compat.deep_ep.handles import LowLatencyHandle, NormalHandle, routing_of, sent_of
+from tokenway.compat.deep_ep.low_latency import Once
 from tokenway.compat.deep_ep.normal import Normal, Rows
 from tokenway.integrations import groups
+from tokenway.pytorch.gradients import refuse_combine, telling
 
 
 class Buffer:
@@ -37,7 +39,8 @@ class Buffer:
     for `previous_event`, or without one for the current stream; then the event that is returned is to be waited for.
     All calls of a process group are ordered among themselves. In normal mode a dispatch without `handle` waits on the
     host for the number of rows, unless it is captured, which takes num_worst_tokens. Errors are Tokenway's, and say
-    what is wrong; those that only a device finds are raised by a later call."""
+    what is wrong. What only a device finds is not raised where no host waits: rows are left out, or results are NaN,
+    and `check` of the groups tells it once the device has come there (docs/FRAMEWORKS.md, «Errors»)."""
 
     num_sms: int = 20
 
@@ -220,7 +223,7 @@ class Buffer:
         """Sums rows over ranks, where they came from. x: [R, H] bfloat16 (or float32, float16), as received.
         topk_weights: [R, K] float32, which are summed likewise. bias: [T, H] of x's dtype or float32, or two of them,
         from which sums start. Returns (x [T, H], topk_weights [T, K] or None, event). A step of all ranks, two with
-        topk_weights: on all ranks or on none. Errors: as `dispatch`."""
+        topk_weights: on all ranks or on none. Errors: as `dispatch`, but that on a CUDA device no host waits here."""
         routing = routing_of(handle)
         sms = (config or self.get_combine_config(self.group_size)).num_sms
         here, _ = ranks.of(self.group, x.device)
@@ -266,20 +269,22 @@ class Buffer:
         Returns (rows [L, N * b, H], with fp8 (rows, scales [L, N * b, H / 128], or H / 512 packed, by column); counts
         [L] int32; handle; event; hook, which receives, if it was asked for). Rows beyond the counts hold anything.
         What is returned is the caller's own. Nothing waits, and it can be captured, once a call of this size was made.
-        With return_recv_hook the call runs on the current stream; two calls may be under way. A step of all ranks.
-        Errors: as `dispatch`."""
-        _leave_out(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
+        With return_recv_hook the call runs on the current stream, and so does what the hook does, from whatever stream
+        it is called, which waits for that then; two calls may be under way. A step of all ranks. Errors: as
+        `dispatch`, but that on a CUDA device no host waits here: those of a device are told by `check` alone."""
         here, peers = ranks.of(self.group, x.device)
         exchange = here.low_latency(peers, num_experts, topk_idx.shape[-1])
+        with telling(partial(exchange.refuse, num_max_dispatch_tokens_per_rank)):
+            _leave_out(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
         with here.streams.call(None, async_finish and not return_recv_hook, inputs) as call:
             settings = use_fp8, round_scale, use_ue8m0, return_recv_hook
             sent, rows, scales, receive = exchange.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, *settings)
             call.gives(rows, scales, sent.counts, sent.source, sent.by_source)
-            count = partial(_count, sent, cumulative_local_expert_recv_stats)
+            receive = Once(receive, partial(_count, sent, cumulative_local_expert_recv_stats))
             if not return_recv_hook:
-                count()
-        hook = partial(_receive, here, receive, count) if return_recv_hook else None
+                receive()
+        hook = partial(_receive, here, call.stream, receive) if return_recv_hook else None
         handle = LowLatencyHandle(sent, x.shape[1], num_experts)
         return (rows, scales) if use_fp8 else rows, sent.counts, handle, call.event, hook
 
@@ -302,9 +307,10 @@ class Buffer:
         `get_next_low_latency_combine_buffer` has returned. Returns ([T, H] bfloat16, or `out`; event; hook, which
         receives, if it was asked for). A dispatch may be combined more than once. Streams, steps and errors as
         `low_latency_dispatch`."""
-        if use_logfmt:
-            not_served("use_logfmt", "rows return as bfloat16")
-        _leave_out(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
+        with telling(lambda: refuse_combine(sent_of(handle).handle, sent_of(handle).view)):
+            if use_logfmt:
+                not_served("use_logfmt", "rows return as bfloat16")
+            _leave_out(combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
         sent = sent_of(handle)
         if zero_copy and sent.buffer is not None:
             x = sent.buffer
@@ -312,7 +318,7 @@ class Buffer:
         with here.streams.call(None, async_finish and not return_recv_hook, (x, topk_weights, out)) as call:
             combined, receive = sent.exchange.combine(sent, x, topk_weights, out, return_recv_hook)
             call.gives(combined)
-        hook = partial(_receive, here, receive) if return_recv_hook else None
+        hook = partial(_receive, here, call.stream, receive) if return_recv_hook else None
         return combined, call.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
@@ -361,7 +367,7 @@ def _count(sent: Any, stats: Tensor | None) -> None:
         stats += sent.counts
 
 
-def _receive(here: ranks.Ranks, *functions: Callable[[], None]) -> None:
-    with here.streams.call(None, False):
-        for function in functions:
-            function()
+def _receive(here: ranks.Ranks, stream: Any, receive: Callable[[], None]) -> None:
+    """A hook. stream: on which its call was made."""
+    with here.streams.on(stream), here.streams.call(None, False):
+        receive()

@@ -5,8 +5,8 @@ On the CPU calls are done when they return, and events have nothing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -98,9 +98,26 @@ class Streams:
             return CallOnCpu(asynchronous)
         return Call(self, handle_of(previous), asynchronous, inputs)
 
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Runs what is in it on the stream of a call that was made before (`Call.stream`), for which the current one
+        waits then."""
+        if stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            if current != stream and _capturing(current) == _capturing(stream):
+                current.wait_stream(stream)
+
 
 class CallOnCpu:
     """One that is done when it returns."""
+
+    stream = None  # as `Call` has one
 
     def __init__(self, asynchronous: bool):
         self.event = EventOverlap(EventHandle() if asynchronous else None)
@@ -116,7 +133,7 @@ class CallOnCpu:
 
 
 class Call:
-    """One on a CUDA device. `event` is there once the block is left."""
+    """One on a CUDA device. `event` is there once the block is left. stream: that it runs on."""
 
     def __init__(self, streams: Streams, previous: EventHandle | None, asynchronous: bool, inputs: Iterable[Any]):
         self._streams, self._previous, self._asynchronous = streams, previous, asynchronous
@@ -127,18 +144,18 @@ class Call:
     def __enter__(self) -> Call:
         streams = self._streams
         self._current = torch.cuda.current_stream(streams.device)
-        self._stream = streams.own if self._asynchronous else self._current
+        self.stream = streams.own if self._asynchronous else self._current
         event = None if self._previous is None else self._previous.event
         if event is not None:
-            self._stream.wait_event(event)
+            self.stream.wait_event(event)
         elif self._asynchronous:
-            self._stream.wait_stream(self._current)
-        self._guard = torch.cuda.stream(self._stream)
+            self.stream.wait_stream(self._current)
+        self._guard = torch.cuda.stream(self.stream)
         self._guard.__enter__()
         self._captured = torch.cuda.is_current_stream_capturing()
         # A graph cannot wait for what is no part of it: who replays orders these.
-        if streams.last not in (None, self._stream) and _capturing(streams.last) == self._captured:
-            self._stream.wait_stream(streams.last)
+        if streams.last not in (None, self.stream) and _capturing(streams.last) == self._captured:
+            self.stream.wait_stream(streams.last)
         return self
 
     def gives(self, *tensors: Any) -> None:
@@ -146,7 +163,7 @@ class Call:
         self._given += [x for x in tensors if isinstance(x, Tensor)]
 
     def __exit__(self, *error: Any) -> None:
-        self._streams.last = self._stream
+        self._streams.last = self.stream
         try:
             if self._asynchronous:
                 self.event = EventOverlap(EventHandle(), self._held())
@@ -157,10 +174,10 @@ class Call:
         """Notes which streams use which memory: those tensors, if the event is to keep them instead."""
         if self._captured:  # the allocator cannot note it in a capture
             return (*self._inputs, *self._given)
-        for tensor in self._inputs:
-            tensor.record_stream(self._stream)
-        for tensor in self._given:
-            tensor.record_stream(self._current)
+        for tensors, stream in ((self._inputs, self.stream), (self._given, self._current)):
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
         return None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
+from tokenway.errors import InUse
 from tokenway.integrations.groups import Peers, SharedGroup, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
@@ -49,7 +50,7 @@ class LowLatency:
             experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
         )
         self._views: dict[Any, tuple[TypedGroup, int]] = {}  # and the tokens that it is known to have room for
-        self._numbers: Tensor | None = None
+        self._numbers: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
 
     def _view(self, hidden: int, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
         """The group as such rows see it. Collective the first time, and where rows or bound are larger than all before,
@@ -73,13 +74,15 @@ class LowLatency:
         none. bound: b, alike on all ranks, T at most. Returns (the dispatch; rows [L, N * b, H]; for fp8 scales
         [L, N * b, S], by column, else None; what receives them: done already, unless send_only). A step of all ranks.
         Errors: as `Group.dispatch`."""
+        with gradients.telling(partial(self.refuse, bound)):
+            _check_rows(x)
         blocks = -(-x.shape[-1] // _FP8_BLOCK)
         scales = None
         if fp8:
             scales = (-(-blocks // _PACKED), "int32") if packed else (blocks, "float32")
         view = self._view(x.shape[-1], scales, bound)
         with gradients.telling(partial(view.refuse_dispatch, "expert_major", bound)):
-            _check(x, ids, bound, self.top_k)
+            _check_sizes(x, ids, bound, self.top_k)
             rows, beside = x, {TOKEN: self._number(len(x), view)}
             if fp8:
                 rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)
@@ -94,6 +97,14 @@ class LowLatency:
             raise
         columns = made[SCALES].transpose(1, 2)[:, : view.nranks * bound] if fp8 else None
         return Sent(self, view, handle, bound, made), made["tokens"], columns, _received(pending, handle, send_only)
+
+    def refuse(self, bound: int) -> None:
+        """Tells peers, who are in a dispatch of rows that are not known here, that this rank cannot make the call. If
+        there is no group yet, they are not told."""
+        group = self.shared.group
+        if group is not None:
+            views = (view for view, _ in reversed(self._views.values()) if view.group is group)
+            next(views, group).refuse_dispatch("expert_major", bound)
 
     def combine(
         self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool
@@ -124,28 +135,30 @@ class LowLatency:
 
     def _number(self, tokens: int, view: TypedGroup) -> Tensor:
         """[T, 1] int32: 0, 1, 2 and so on."""
-        if self._numbers is None or len(self._numbers) < view.max_tokens:  # all at once: never first in a capture
+        if not self._numbers or len(self._numbers[-1]) < view.max_tokens:  # all at once: never first in a capture
             device = gradients.device_of(view.group)
-            self._numbers = torch.arange(view.max_tokens, dtype=torch.int32, device=device).view(-1, 1)
-        return self._numbers[:tokens]
+            numbers = torch.arange(view.max_tokens, dtype=torch.int32, device=device).view(-1, 1)
+            self._numbers.append(numbers)
+        return self._numbers[-1][:tokens]
 
 
-class _Once:
-    """A function that is called once, however often this is."""
+class Once:
+    """Functions that are called one after the other until each has gone well once, however often this is called. One
+    that raises is called again the next time."""
 
-    def __init__(self, function: Callable[[], None]):
-        self._function: Callable[[], None] | None = function
+    def __init__(self, *functions: Callable[[], None]):
+        self._left = list(functions)
 
     def __call__(self) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()
+        while self._left:
+            self._left[0]()
+            del self._left[0]
 
 
 def _received(pending: Any, handle: Any, send_only: bool) -> Callable[[], None]:
     """What receives a call that was sent: nothing is left to do of one that is complete."""
     if send_only:
-        return _Once(partial(_complete, pending, handle))
+        return Once(partial(_complete, pending, handle))
     give_back(handle)
     return _nothing
 
@@ -155,16 +168,24 @@ def _nothing() -> None:
 
 
 def _complete(pending: Any, handle: Any) -> None:
-    """Receives, and gives the lane back, of which nothing is needed then: outputs are tensors of their own."""
+    """Receives, and gives the lane back, of which nothing is needed then: outputs are tensors of their own. An error is
+    raised again by a further call."""
     try:
         pending.hook()
-    finally:
+    except InUse:  # another call was in the way: this one is still to be completed
+        raise
+    except tw.TokenwayError:
         give_back(handle)
+        raise
+    give_back(handle)
 
 
-def _check(x: Tensor, ids: Any, bound: int, top_k: int) -> None:
+def _check_rows(x: Tensor) -> None:
     if x.dim() != 2 or x.dtype != torch.bfloat16:
         raise tw.InvalidArgument.of("x", f"is {str(x.dtype)[6:]} {list(x.shape)}; it must be bfloat16 [T, H]")
+
+
+def _check_sizes(x: Tensor, ids: Any, bound: int, top_k: int) -> None:
     if len(x) > bound:
         told = f"has {len(x)} rows; it must have at most num_max_dispatch_tokens_per_rank, {bound}"
         raise tw.InvalidArgument.of("x", told)
