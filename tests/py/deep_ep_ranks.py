@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from frameworks import steps
 from harness import PATIENT
 
 
@@ -42,6 +43,13 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     except Exception as error:
         return type(error).__name__, str(error)
+
+
+def counted(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What it finds, and how many steps of Tokenway's it made."""
+    before = steps()
+    found = function(*args)
+    return found | {"steps": steps() - before}
 
 
 def array(tensor: Any) -> np.ndarray:

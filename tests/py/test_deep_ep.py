@@ -7,11 +7,12 @@ import os
 import sys
 import time
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, end, received, routed
-from frameworks import mutated, programs_of, steps
+from deep_ep_ranks import array, attempt, begin, counted, end, received, routed
+from frameworks import mutated, programs_of
 from harness import AT_ONCE, HANGS, said
 
 import tokenway as tw
@@ -186,17 +187,8 @@ def mutant(buffer: Any, name: str, device: Any) -> Any:
     old, new, case = MUTATIONS[name]
     made = mutated(normal, old, new)
     made._wrong = lambda rows: rows.payloads() and {"scales": rows.payloads()["scales"].roll(1, 0)}
-    kept, ranks.Normal = ranks.Normal, made.Normal
-    try:
-        return attempt(counted, buffer, case, device)
-    finally:
-        ranks.Normal = kept
-
-
-def counted(buffer: Any, name: str, device: Any) -> dict[str, Any]:
-    before = steps()
-    found = exchanged(buffer, name, device)
-    return found | {"steps": steps() - before}
+    with patch.object(ranks, "Normal", made.Normal):
+        return attempt(counted, exchanged, buffer, case, device)
 
 
 def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
@@ -304,7 +296,7 @@ def rank_main(store: str) -> dict[str, Any]:
 
     buffer = Buffer(dist.group.WORLD, 1 << 20, explicitly_destroy=True)
     for name in CASES:
-        found[name] = attempt(counted, buffer, name, device)
+        found[name] = attempt(counted, exchanged, buffer, name, device)
     found["groups"] = [sorted(key[1] for key in _keys(peers)) for peers in groups.living()]
     found["wrong"] = wrong_alone(buffer, device)
     found["local"] = local_calls(buffer, device)
@@ -313,7 +305,7 @@ def rank_main(store: str) -> dict[str, Any]:
     found["guide"] = attempt(guide, device)
     buffer.destroy()
     found["closed"] = all(shared.group is None for peers in groups.living() for shared in peers.groups.values())
-    found["anew"] = attempt(counted, buffer, "bfloat16", device)
+    found["anew"] = attempt(counted, exchanged, buffer, "bfloat16", device)
     end()
     return found
 

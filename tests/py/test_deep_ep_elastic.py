@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import types
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, end, received, routed
-from frameworks import mutated, steps
+from deep_ep_ranks import array, attempt, begin, counted, end, received, routed
+from frameworks import mutated
 from harness import AT_ONCE, HANGS, said
 
 import tokenway as tw
@@ -203,17 +204,8 @@ def mutant(buffer: Any, name: str, device: Any) -> Any:
     from tokenway.compat.deep_ep import expanded, ranks
 
     old, new, case = MUTATIONS[name]
-    kept, ranks.Expanded = ranks.Expanded, mutated(expanded, old, new).Expanded
-    try:
-        return attempt(counted, buffer, case, device)
-    finally:
-        ranks.Expanded = kept
-
-
-def counted(buffer: Any, name: str, device: Any) -> dict[str, Any]:
-    before = steps()
-    found = exchanged(buffer, name, device)
-    return found | {"steps": steps() - before}
+    with patch.object(ranks, "Expanded", mutated(expanded, old, new).Expanded):
+        return attempt(counted, exchanged, buffer, case, device)
 
 
 def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
@@ -286,7 +278,7 @@ def rank_main(store: str) -> dict[str, Any]:
 
     _, device = begin(store, 2)
     buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=10, explicitly_destroy=True)
-    found: dict[str, Any] = {name: attempt(counted, buffer, name, device) for name in CASES}
+    found: dict[str, Any] = {name: attempt(counted, exchanged, buffer, name, device) for name in CASES}
     found["wrong"] = wrong_alone(buffer, device) if device.type == "cpu" else {}  # elsewhere peers learn late
     found["refused"] = refused(buffer, device)
     for name in MUTATIONS:

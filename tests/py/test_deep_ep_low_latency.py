@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, end, routed
-from frameworks import mutated, steps
+from deep_ep_ranks import array, attempt, begin, counted, end, routed
+from frameworks import mutated
 from harness import AT_ONCE, HANGS, said
 
 import tokenway as tw
@@ -162,17 +163,8 @@ def mutant(buffer: Any, name: str, device: Any) -> Any:
     from tokenway.compat.deep_ep import low_latency, ranks
 
     old, new, case = MUTATIONS[name]
-    kept, ranks.LowLatency = ranks.LowLatency, mutated(low_latency, old, new).LowLatency
-    try:
-        return attempt(counted, buffer, case, device)
-    finally:
-        ranks.LowLatency = kept
-
-
-def counted(buffer: Any, name: str, device: Any) -> dict[str, Any]:
-    before = steps()
-    found = exchanged(buffer, name, device)
-    return found | {"steps": steps() - before}
+    with patch.object(ranks, "LowLatency", mutated(low_latency, old, new).LowLatency):
+        return attempt(counted, exchanged, buffer, case, device)
 
 
 def two_under_way(buffer: Any, device: Any) -> Any:
@@ -291,7 +283,7 @@ def rank_main(store: str) -> dict[str, Any]:
 
     _, device = begin(store, 2)
     buffer = Buffer(dist.group.WORLD, num_rdma_bytes=1 << 20, low_latency_mode=True, explicitly_destroy=True)
-    found: dict[str, Any] = {name: attempt(counted, buffer, name, device) for name in CASES}
+    found: dict[str, Any] = {name: attempt(counted, exchanged, buffer, name, device) for name in CASES}
     found["numbers"] = numbers_kept()
     found["two"] = attempt(two_under_way, buffer, device)
     found["wrong"] = wrong_alone(buffer, device) if device.type == "cpu" else {}  # elsewhere peers learn late

@@ -85,10 +85,9 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     apart = portable_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
-    beside = (
-        apart is not None or (args.mode == "auto" and not args.layer)
-    ) and not args.baselines  # ways are measured beside each other
-    beside = beside or (args.returns and not args.baselines)
+    both_modes = args.mode == "auto" and not args.layer
+    # Ways are measured beside each other.
+    beside = (apart is not None or both_modes or args.returns) and not args.baselines
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -107,7 +106,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         baselines=wanted,
         skipped=skipped,
         backward=args.backward,
-        both_modes=args.mode == "auto" and not args.layer,
+        both_modes=both_modes,
         returns=args.returns,
         collective=args.collective,
         verify_only=args.verify_only,
