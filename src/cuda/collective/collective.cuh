@@ -280,16 +280,16 @@ __device__ inline void load_tile(const auto& s, const std::byte* row, int rank, 
 }
 
 // One of a warp's tiles of packets to send: whose, which row, which part.
-struct Outgoing {
+struct OutgoingTile {
   int owner = 0;
   int there = 0;  // whether there is such a row
   Share share{};
   const std::byte* row = nullptr;  // the row of the first tensor
   std::byte* packet = nullptr;     // the thread's place for it, in bank 0
 };
-__device__ inline Outgoing outgoing(const auto& s, uint32_t u) {
+__device__ inline OutgoingTile outgoing(const auto& s, uint32_t u) {
   const CollectiveParams& p = s.p;
-  Outgoing out;
+  OutgoingTile out;
   out.share = share_of(p.tiles, static_cast<uint32_t>(s.owners()), u);
   const int owner = s.me() + 1 + out.share.turn;
   out.owner = owner < s.ranks() ? owner : owner - s.ranks();
@@ -309,7 +309,7 @@ __device__ inline uint32_t tiles_to_send(const auto& s) {
 // step is known.
 template <bool kFast, int kGroups>
 struct Ahead {
-  Outgoing out;
+  OutgoingTile out;
   Vec16 pair[kGroups] = {};
 
   __device__ explicit Ahead(const auto& s) {
@@ -395,7 +395,7 @@ __device__ inline void collect(const CollectiveParams& p, twPhase_t phase, Sent&
   if (s.sends()) {  // S7: nobody here waits
     if (!p.late_signal && blockIdx.x == 0 && last) publish_first(s);
     if constexpr (kPackets) {
-      send_packets(s, ahead, [&](const Outgoing& out, const auto& pair) { sent(s, out, pair); });
+      send_packets(s, ahead, [&](const OutgoingTile& out, const auto& pair) { sent(s, out, pair); });
     } else {
       push_chunks<twDtypeNone, kFast>(s);
     }

@@ -147,7 +147,7 @@ template <bool kPackets, bool kFast, int kGroups>
 __global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ CollectiveParams p) {
   collect<kPackets, kFast, kGroups>(
       p, twPhaseGather,
-      [](const Collect& s, const Outgoing& out, const Vec16(&pair)[kGroups]) {
+      [](const Collect& s, const OutgoingTile& out, const Vec16(&pair)[kGroups]) {
         // Puts this rank's own rows in place too, once: nobody waits for them.
         if (!s.p.own_sent || out.share.turn != 0) return;
         store_tile<kFast>(s, int64_t{s.first()[s.me()]} + out.share.index, out.share.tile, pair);

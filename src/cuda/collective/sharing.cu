@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) sharing_kernel(const __grid_const
   if (s.sends()) {  // S7: nobody here waits
     if (blockIdx.x == 0 && last) publish_digest(s);
     if constexpr (kPackets) {
-      send_packets(s, ahead, [](const Outgoing&, const auto&) {});
+      send_packets(s, ahead, [](const OutgoingTile&, const auto&) {});
     } else {
       push_chunks<twDtypeNone, kFast>(s);
     }

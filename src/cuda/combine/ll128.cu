@@ -19,7 +19,7 @@ namespace {
 // it. Its place exists whether or not there is such a row: the caller's tensor has all slots up to the bound, and so
 // has what a handle keeps.
 template <int kGroups>
-struct Outgoing {
+struct OutgoingPartial {
   int owner;
   int index;
   uint32_t begin;  // its first group of packets
@@ -29,7 +29,7 @@ struct Outgoing {
   const std::byte* words;  // the thread's first word of the first group
   uint64_t packet;         // the thread's place in a window, for bank 0
 
-  __device__ Outgoing(const CombineParams& p, uint32_t u) : which(0) {
+  __device__ OutgoingPartial(const CombineParams& p, uint32_t u) : which(0) {
     const int ranks = p.group.map.shape().ranks;
     const Share share = share_of(p.tiles, static_cast<uint32_t>(ranks - 1), u);
     owner = p.group.me + 1 + share.turn < ranks ? p.group.me + 1 + share.turn : p.group.me + 1 + share.turn - ranks;
@@ -58,7 +58,7 @@ struct Loaded {
   Vec16 pair[kGroups];
   KeptChoice choice{};
 
-  __device__ Loaded(const CombineParams& p, const Outgoing<kGroups>& out) {
+  __device__ Loaded(const CombineParams& p, const OutgoingPartial<kGroups>& out) {
     if constexpr (kSums) {
       if (out.index < p.bound) choice = choice_in(p, out.owner, out.index);
     } else {
@@ -74,7 +74,7 @@ struct Loaded {
 };
 
 template <twDtype_t kWire, int kGroups, bool kSums>
-__device__ inline void send_tile(const Sum& s, const Outgoing<kGroups>& out, Loaded<kGroups, kSums> loaded) {
+__device__ inline void send_tile(const Sum& s, const OutgoingPartial<kGroups>& out, Loaded<kGroups, kSums> loaded) {
   if (out.index >= s.counts()[out.owner]) return;
   if (kSums) {
     collect_terms(s.p, s.set(), out.owner, out.index, loaded.choice);
@@ -181,7 +181,7 @@ struct SentAt {
 };
 
 template <twDtype_t kWire, int kGroups, bool kSums>
-__device__ inline void send_tiles(const Sum& s, Outgoing<kGroups> out, Loaded<kGroups, kSums> loaded) {
+__device__ inline void send_tiles(const Sum& s, OutgoingPartial<kGroups> out, Loaded<kGroups, kSums> loaded) {
   const Shares shares = sent_shares(s.p.roles);
   const uint32_t all = static_cast<uint32_t>(s.p.bound * (s.ranks() - 1)) * s.p.tiles.per_row.divisor;
 #pragma unroll 1
@@ -193,7 +193,7 @@ __device__ inline void send_tiles(const Sum& s, Outgoing<kGroups> out, Loaded<kG
     if (!draws) break;
     u = shares.step + __shfl_sync(~0u, work_item, 0);
     if (u >= all) break;
-    out = Outgoing<kGroups>(s.p, u);
+    out = OutgoingPartial<kGroups>(s.p, u);
     loaded = Loaded<kGroups, kSums>(s.p, out);
   }
 }
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_packets_kernel(const __gr
   if (thread < s.ranks()) s.windows()[thread] = window_of(g, thread);
   if (thread == 0) *s.failed() = 0;
   warm(p);
-  Outgoing<kGroups> out(p, sent_shares(p.roles).first);
+  OutgoingPartial<kGroups> out(p, sent_shares(p.roles).first);
   auto token = static_cast<int>(divide(received_shares(p.roles).first, p.tiles.per_row));
   SentAt sent_at(p, token);
   if (!s.sends()) out.which = 0, out.index = p.bound;

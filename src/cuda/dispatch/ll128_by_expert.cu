@@ -288,10 +288,10 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch_by_expert_kernel(const _
   finish_block(g, step, arrived, scratch.failed(), [&] { clear_all(b, x); });
 }
 
-using Kernel = void (*)(ByExpertParams);
+using ByExpertKernel = void (*)(ByExpertParams);
 
 // With few tokens a warp has one group at a time, and no block adds up before it places rows.
-Kernel kernel_of(bool alone) {
+ByExpertKernel kernel_of(bool alone) {
   return alone ? dispatch_by_expert_kernel<1, true> : dispatch_by_expert_kernel<kByExpertGroups, false>;
 }
 

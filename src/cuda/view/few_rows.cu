@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kViewThreads, 2) few_rows_view_kernel(const __
   finish<kPacked>(p, s, slots);
 }
 
-using Kernel = void (*)(ViewParams);
-Kernel kernel_of(bool columns, bool packed) {
+using FewRowsKernel = void (*)(ViewParams);
+FewRowsKernel kernel_of(bool columns, bool packed) {
   if (packed) return columns ? few_rows_view_kernel<true, true> : few_rows_view_kernel<false, true>;
   return columns ? few_rows_view_kernel<true, false> : few_rows_view_kernel<false, false>;
 }
