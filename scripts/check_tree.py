@@ -109,7 +109,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
     # how does a framework run it; nothing but the next imports this room
-    "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks"}),
+    "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks", "native"}),
     # how does code run that calls another library; nothing imports this room
     "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
     # how fast is it; no other room but the command line knows of it
@@ -126,6 +126,7 @@ NEEDS_TORCH |= {
         "by_expert",
         "expert_rows",
         "groups",
+        "low_latency",
         "megatron_layer",
         "rank_major",
         "torchtitan_dispatcher",

@@ -160,7 +160,8 @@ MUTATIONS = {
 
 def mutant(buffer: Any, name: str, device: Any) -> Any:
     """A case through an exchange whose source says something else."""
-    from tokenway.compat.deep_ep import low_latency, ranks
+    from tokenway.compat.deep_ep import ranks
+    from tokenway.integrations import low_latency
 
     old, new, case = MUTATIONS[name]
     with patch.object(ranks, "LowLatency", mutated(low_latency, old, new).LowLatency):
@@ -230,7 +231,8 @@ def wrong_alone(buffer: Any, device: Any) -> dict[str, Any]:
 
 def numbers_kept() -> list[int]:
     """How many numbers of tokens there were, before and after a group had grown."""
-    from tokenway.compat.deep_ep import low_latency, ranks
+    from tokenway.compat.deep_ep import ranks
+    from tokenway.integrations import low_latency
 
     exchanges = (each for known in ranks._known.values() for each in known._exchanges.values())
     return [
@@ -240,7 +242,7 @@ def numbers_kept() -> list[int]:
 
 def failing_once() -> list[str]:
     """What a hook does whose receiving fails at first."""
-    from tokenway.compat.deep_ep.low_latency import Once
+    from tokenway.integrations.low_latency import Once
 
     told, errors = [], [tw.InvalidUsage("another call"), tw.InvalidUsage("and another")]
 

@@ -32,6 +32,7 @@ import torch
 
 import tokenway as tw
 from tokenway import meeting
+from tokenway.errors import InUse
 from tokenway.party import party_of
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -269,6 +270,18 @@ def give_back(handle: Any) -> None:
     if handle.leased:
         with suppress(tw.TokenwayError):
             handle.release()
+
+
+def complete(pending: Any, handle: Any) -> None:
+    """Receives a call that was sent (`Pending`), and gives back the lane of its handle where that fails. An error is
+    raised again by a further call."""
+    try:
+        pending.hook()
+    except InUse:  # another call was in the way: this one is still to be completed
+        raise
+    except tw.TokenwayError:
+        give_back(handle)
+        raise
 
 
 def resolved(process_group: Any = None) -> Any:

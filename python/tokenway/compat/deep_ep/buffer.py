@@ -14,9 +14,9 @@ from tokenway.compat.deep_ep import ranks
 from tokenway.compat.deep_ep.config import Config, low_latency_size_hint, not_served
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenway.compat.deep_ep.handles import LowLatencyHandle, NormalHandle, routing_of, sent_of
-from tokenway.compat.deep_ep.low_latency import Once
 from tokenway.compat.deep_ep.normal import Normal, Rows
 from tokenway.integrations import groups
+from tokenway.integrations.low_latency import Once
 from tokenway.pytorch.gradients import refuse_combine, telling
 
 

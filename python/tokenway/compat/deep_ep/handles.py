@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.compat.deep_ep.low_latency import Sent
 from tokenway.compat.deep_ep.normal import Routing
+from tokenway.integrations.low_latency import Sent
 
 
 class NormalHandle:

@@ -11,9 +11,9 @@ import torch
 import tokenway as tw
 from tokenway.compat.deep_ep.events import Streams
 from tokenway.compat.deep_ep.expanded import Expanded
-from tokenway.compat.deep_ep.low_latency import LowLatency
 from tokenway.compat.deep_ep.normal import Normal
 from tokenway.integrations import groups
+from tokenway.integrations.low_latency import LowLatency
 
 _known: weakref.WeakKeyDictionary[groups.Peers, Ranks] = weakref.WeakKeyDictionary()
 

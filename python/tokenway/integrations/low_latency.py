@@ -1,22 +1,35 @@
-"""Low-latency mode: rows by expert in blocks of a fixed size; each returns, and its owner weights and sums."""
+"""The exchange of low latency around experts that take rows in blocks of a fixed size, one for each expert: each row
+returns as it is, and its owner weights and sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.errors import InUse
-from tokenway.integrations.groups import Peers, SharedGroup, give_back
+from tokenway.integrations.groups import Peers, SharedGroup, complete, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 SCALES, TOKEN = "scales", "token"  # payloads: of fp8 rows, and a row's number in its source's batch
 _FP8_BLOCK, _PACKED = 128, 4  # elements to a scale, and scales to an int32
+
+
+class Names(NamedTuple):
+    """What a framework calls the arguments that sentences of errors name."""
+
+    rows: str = "x"
+    ids: str = "topk_idx"
+    weights: str = "topk_weights"
+    results: str = "x"
+    bound: str = "num_max_dispatch_tokens_per_rank"
+
+
+DEEP_EP = Names()
 
 
 class Sent:
@@ -25,8 +38,17 @@ class Sent:
     shape, device: of the rows that came, which are their caller's alone; counts: [L] int32; source: [L, N * b] int32, a
     row's number in its source's batch; by_source: [L, N] int32, rows of each expert from each source."""
 
-    def __init__(self, exchange: LowLatency, view: TypedGroup, handle: Any, bound: int, made: dict[str, Tensor]):
+    def __init__(
+        self,
+        exchange: LowLatency,
+        view: TypedGroup,
+        handle: Any,
+        bound: int,
+        made: dict[str, Tensor],
+        dtype: torch.dtype,
+    ):
         self.exchange, self.view, self.handle, self.bound = exchange, view, handle, bound
+        self.dtype = dtype  # of what experts return
         self.shape, self.device = made["tokens"].shape, made["tokens"].device
         self.counts, self.by_source = made["counts"], made["source_counts"]
         self.source = made[TOKEN].squeeze(-1)
@@ -39,50 +61,67 @@ class Sent:
 
 
 class LowLatency:
-    """The exchange of all Buffers of a process group that route alike. Two dispatches or combines may be under way at
+    """The exchange of all layers of a process group that route alike. Two dispatches or combines may be under way at
     once; none holds a lane once it is complete, so combines may follow in any order, and twice.
 
-    peers: those of the process group. experts, top_k: of the routings."""
+    peers: those of the process group. experts, top_k: of the routings. names: of arguments, in errors. dtypes: that
+    rows may have before they are quantised."""
 
-    def __init__(self, peers: Peers, experts: int, top_k: int):
+    def __init__(
+        self,
+        peers: Peers,
+        experts: int,
+        top_k: int,
+        names: Names = DEEP_EP,
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    ):
         self.experts, self.top_k = experts, top_k
+        self._names, self._dtypes = names, dtypes
         self.shared: SharedGroup = peers.shared(
             experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
         )
         self._views: dict[Any, tuple[TypedGroup, int]] = {}  # and the tokens that it is known to have room for
         self._numbers: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
 
-    def _view(self, hidden: int, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
+    def _view(self, hidden: int, dtype: torch.dtype, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
         """The group as such rows see it. Collective the first time, and where rows or bound are larger than all before,
         which all ranks know alike."""
-        key = hidden, scales
+        key = hidden, dtype, scales
         view, room = self._views.get(key, (None, 0))
         if view is not None and view.group is self.shared.group and bound <= room:
             return view
         payloads: dict[str, Any] = {TOKEN: (1, "int32")}
         if scales is not None:
             payloads[SCALES] = scales
-        dtype = "bfloat16" if scales is None else "float8_e4m3fn"
-        view = self.shared.with_room(tw.RowType(hidden, dtype, payloads), bound)
+        sent = dtype if scales is None else torch.float8_e4m3fn
+        view = self.shared.with_room(tw.RowType(hidden, sent, payloads, dtype), bound)
         self._views[key] = view, view.max_tokens
         return view
 
     def dispatch(
-        self, x: Tensor, ids: Tensor, bound: int, fp8: bool, power_of_two: bool, packed: bool, send_only: bool
+        self,
+        x: Tensor,
+        ids: Tensor,
+        bound: int,
+        fp8: bool,
+        power_of_two: bool,
+        packed: bool,
+        send_only: bool,
+        sm_limit: int = 0,
     ) -> tuple[Sent, Tensor, Tensor | None, Callable[[], None]]:
-        """Sends rows [T, H] of bfloat16 to their experts, quantised before if fp8. ids: [T, K] int32 or int64, -1 for
-        none. bound: b, alike on all ranks, T at most. Returns (the dispatch; rows [L, N * b, H]; for fp8 scales
-        [L, N * b, S], by column, else None; what receives them: done already, unless send_only). A step of all ranks.
-        Errors: as `Group.dispatch`."""
+        """Sends rows [T, H] of one of the dtypes to their experts, quantised before if fp8. ids: [T, K] int32 or int64,
+        -1 for none. bound: b, alike on all ranks, T at most. sm_limit: as of `Group.dispatch`. Returns (the dispatch;
+        rows [L, N * b, H]; for fp8 scales [L, N * b, S], by column, else None; what receives them: done already, unless
+        send_only). A step of all ranks. Errors: as `Group.dispatch`."""
         with gradients.telling(partial(self.refuse, bound)):
-            _check_rows(x)
+            self._check_rows(x)
         blocks = -(-x.shape[-1] // _FP8_BLOCK)
         scales = None
         if fp8:
             scales = (-(-blocks // _PACKED), "int32") if packed else (blocks, "float32")
-        view = self._view(x.shape[-1], scales, bound)
+        view = self._view(x.shape[-1], x.dtype, scales, bound)
         with gradients.telling(partial(view.refuse_dispatch, "expert_major", bound)):
-            _check_sizes(x, ids, bound, self.top_k)
+            self._check_sizes(x, ids, bound)
             rows, beside = x, {TOKEN: self._number(len(x), view)}
             if fp8:
                 rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)
@@ -91,12 +130,14 @@ class LowLatency:
         try:
             by_column = [SCALES] if fp8 else None
             asked: dict[str, Any] = {"layout": "expert_major", "bound": bound, "column_major": by_column}
+            asked["sm_limit"] = sm_limit
             pending = view.dispatch(handle, rows, beside, out=dict(made), send_only=send_only, **asked)
         except Exception:
             give_back(handle)
             raise
         columns = made[SCALES].transpose(1, 2)[:, : view.nranks * bound] if fp8 else None
-        return Sent(self, view, handle, bound, made), made["tokens"], columns, _received(pending, handle, send_only)
+        sent = Sent(self, view, handle, bound, made, x.dtype)
+        return sent, made["tokens"], columns, _received(pending, handle, send_only)
 
     def refuse(self, bound: int) -> None:
         """Tells peers, who are in a dispatch of rows that are not known here, that this rank cannot make the call. If
@@ -107,16 +148,16 @@ class LowLatency:
             next(views, group).refuse_dispatch("expert_major", bound)
 
     def combine(
-        self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool
+        self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool, sm_limit: int = 0
     ) -> tuple[Tensor, Callable[[], None]]:
-        """Returns rows [L, N * b, H] of bfloat16, which are weighted where they came from and summed: [T, H], and what
-        receives it: done already, unless send_only. weights: [T, K] float32. A step of all ranks. Errors: as
-        `Group.combine`."""
+        """Returns rows [L, N * b, H], of the dtype of what was sent before it was quantised, which are weighted where
+        they came from and summed: [T, H], and what receives it: done already, unless send_only. weights: [T, K]
+        float32. A step of all ranks. Errors: as `Group.combine`."""
         view, handle = sent.view, sent.handle
         with gradients.telling(partial(gradients.refuse_combine, handle, view)):
             for name, given, shape, dtype in (
-                ("x", rows, sent.shape, torch.bfloat16),
-                ("topk_weights", weights, (handle.tokens, self.top_k), torch.float32),
+                (self._names.results, rows, sent.shape, sent.dtype),
+                (self._names.weights, weights, (handle.tokens, self.top_k), torch.float32),
             ):
                 if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
                     told = f"is {str(given.dtype)[6:]} {list(given.shape)}"
@@ -126,12 +167,26 @@ class LowLatency:
             if out is None:
                 out = rows.new_empty(handle.tokens, rows.shape[-1])
         try:
-            asked: dict[str, Any] = {"layout": "expert_major", "weights": weights, "out": out}
+            asked: dict[str, Any] = {"layout": "expert_major", "weights": weights, "out": out, "sm_limit": sm_limit}
             pending = view.combine(handle, rows, send_only=send_only, **asked)
         except Exception:
             give_back(handle)
             raise
         return out, _received(pending, handle, send_only)
+
+    def _check_rows(self, x: Tensor) -> None:
+        if x.dim() != 2 or x.dtype not in self._dtypes:
+            wanted = " or ".join(str(dtype)[6:] for dtype in self._dtypes)
+            told = f"is {str(x.dtype)[6:]} {list(x.shape)}; it must be {wanted} [T, H]"
+            raise tw.InvalidArgument.of(self._names.rows, told)
+
+    def _check_sizes(self, x: Tensor, ids: Any, bound: int) -> None:
+        names = self._names
+        if len(x) > bound:
+            raise tw.InvalidArgument.of(names.rows, f"has {len(x)} rows; it must have at most {names.bound}, {bound}")
+        if not isinstance(ids, Tensor) or tuple(ids.shape) != (len(x), self.top_k):
+            found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise tw.InvalidArgument.of(names.ids, f"is {found}; it must be {[len(x), self.top_k]}")
 
     def _number(self, tokens: int, view: TypedGroup) -> Tensor:
         """[T, 1] int32: 0, 1, 2 and so on."""
@@ -168,30 +223,9 @@ def _nothing() -> None:
 
 
 def _complete(pending: Any, handle: Any) -> None:
-    """Receives, and gives the lane back, of which nothing is needed then: outputs are tensors of their own. An error is
-    raised again by a further call."""
-    try:
-        pending.hook()
-    except InUse:  # another call was in the way: this one is still to be completed
-        raise
-    except tw.TokenwayError:
-        give_back(handle)
-        raise
+    """Receives, and gives the lane back, of which nothing is needed then: outputs are tensors of their own."""
+    complete(pending, handle)
     give_back(handle)
-
-
-def _check_rows(x: Tensor) -> None:
-    if x.dim() != 2 or x.dtype != torch.bfloat16:
-        raise tw.InvalidArgument.of("x", f"is {str(x.dtype)[6:]} {list(x.shape)}; it must be bfloat16 [T, H]")
-
-
-def _check_sizes(x: Tensor, ids: Any, bound: int, top_k: int) -> None:
-    if len(x) > bound:
-        told = f"has {len(x)} rows; it must have at most num_max_dispatch_tokens_per_rank, {bound}"
-        raise tw.InvalidArgument.of("x", told)
-    if not isinstance(ids, Tensor) or tuple(ids.shape) != (len(x), top_k):
-        found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise tw.InvalidArgument.of("topk_idx", f"is {found}; it must be {[len(x), top_k]}")
 
 
 def _outputs(view: TypedGroup, bound: int) -> dict[str, Tensor]:
