@@ -86,8 +86,8 @@ test-py:  ## Python on the CPU
 	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(APART:%=--ignore=%) $(SOME_PY)
 
 # Integrations whose packages no other test has: in .venv/frameworks.
-APART = tests/py/test_torchtitan.py
-test-frameworks:  ## integrations with packages of their own: torchtitan
+APART = tests/py/test_torchtitan.py tests/py/test_vllm.py
+test-frameworks:  ## integrations with packages of their own: torchtitan, vLLM
 	@$(SETUP) run test apart
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@$(TREE) $(STAGE) "frameworks" $(PY) -m pytest $(APART)

@@ -129,8 +129,10 @@ NEEDS_TORCH |= {
         "low_latency",
         "megatron_layer",
         "rank_major",
+        "rank_rows",
         "torchtitan_dispatcher",
         "transformers_experts",
+        "vllm_layers",
     )
 }
 

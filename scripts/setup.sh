@@ -34,6 +34,17 @@ framework_packages=("transformers==5.24.0" "psutil" "packaging" "apache-tvm-ffi>
 frameworks_without_needs=("accelerate==1.15.0" "flashinfer-python==0.7.2.post1" "megatron-core==0.16.1")
 # torchtitan, and what importing its MoE layers needs: 7 MB of the gigabytes that it asks for. Not Triton: its tests say how.
 packages_apart=("torchtitan==0.3.0" "spmd_types==0.2.3" "tyro==1.0.17" "docstring_parser==0.18.0" "typeguard==4.6.1")
+# vLLM from its sources (47 MB), without kernels: its wheel brings gigabytes. What builds it, and what importing its MoE
+# layers and its command line needs: 80 MB.
+vllm_package="vllm==0.33.0"
+vllm_builders=("setuptools==80.10.2" "setuptools-scm==10.3.4" "vcs-versioning==2.6.0" "setuptools-rust==1.13.0"
+  "semantic-version==2.10.0" "wheel==0.48.0" "packaging>=24.2" "jinja2>=3.1" "markupsafe>=2")
+packages_apart+=("aiohappyeyeballs==2.7.1" "aiohttp==3.14.5" "aiosignal==1.4.0" "attrs==26.1.0" "cachetools==8.0.2"
+  "cbor2==6.3.0" "cloudpickle==3.1.3" "einops==0.8.2" "fastapi==0.165.0" "frozenlist==1.8.0" "llguidance==1.9.1"
+  "msgspec==0.22.0" "multidict==7.2.1" "openai==3.57.0" "openai-harmony==0.0.8" "opentelemetry-api==1.45.2"
+  "partial-json-parser==0.2.1.1.post7" "prometheus-client==0.26.0" "propcache==0.5.4" "py-cpuinfo==9.0.0"
+  "pybase64==1.5.1" "pyzmq==27.3.0" "sniffio==1.3.1" "starlette==1.10.0" "uvloop==0.23.0" "xgrammar==0.2.8"
+  "yarl==1.25.1")
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python
@@ -165,6 +176,17 @@ provide_frameworks() {
   warn "frameworks: $missing; their tests are skipped"
 }
 
+# Builds vLLM without kernels into .venv/frameworks. A build apart would fetch a PyTorch of its own.
+install_vllm() {
+  local builders=.venv/vllm-builders target=.venv/frameworks options=(--no-deps --no-build-isolation)
+  pip install --quiet --no-deps --target "$builders" "${vllm_builders[@]}" &&
+    PYTHONPATH=$builders VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=${vllm_package##*=} \
+      pip install --quiet "${options[@]}" --no-binary vllm --target "$target" "$vllm_package"
+  local result=$?
+  rm -rf "$builders"
+  return $result
+}
+
 provide_apart() {
   if [[ ${TORCH:-1} == 0 ]]; then
     warn "TORCH=0: frameworks are left out, and their tests skipped"
@@ -172,14 +194,14 @@ provide_apart() {
   fi
   is_stamped apart && [[ -d .venv/frameworks ]] && return
   rm -rf .venv/frameworks
-  say "apart: installing ${packages_apart[*]}"
-  if pip install --quiet --no-deps --target .venv/frameworks "${packages_apart[@]}"; then
+  say "apart: installing ${packages_apart[*]} $vllm_package"
+  if pip install --quiet --no-deps --target .venv/frameworks "${packages_apart[@]}" && install_vllm; then
     stamp apart
     return
   fi
   rm -rf .venv/frameworks
-  [[ $strict == 1 ]] && die "apart: pip cannot install ${packages_apart[*]}"
-  warn "apart: pip cannot install ${packages_apart[*]}; tests of them are skipped"
+  [[ $strict == 1 ]] && die "apart: pip cannot install ${packages_apart[*]} $vllm_package"
+  warn "apart: pip cannot install ${packages_apart[*]} $vllm_package; tests of them are skipped"
 }
 
 # -------------------------------------------------------------------------------------------------

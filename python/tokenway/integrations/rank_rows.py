@@ -1,0 +1,157 @@
+"""The exchange in two calls of two parts each, for inference engines: what is sent is received by a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenway as tw
+from tokenway.integrations.groups import Peers, SharedGroup, complete, give_back
+from tokenway.pytorch import gradients
+from tokenway.pytorch.typed_group import TypedGroup
+
+SCALES = "scales"  # the payload beside a row's values
+
+
+class Arriving:
+    """A dispatch: rows that are on their way, and what their combine needs.
+
+    experts: how many rows each expert of this rank gets, on the host; None in slots, where nothing waits for it."""
+
+    def __init__(self, view: TypedGroup, handle: Any, pending: Any, experts: list[int] | None):
+        self.view, self.experts = view, experts
+        self._handle, self._pending = handle, pending
+
+    def receive(self) -> None:
+        """Waits for the rows; does nothing the second time. Errors: those of `Group.dispatch`."""
+        complete(self._pending, self._handle)
+
+    def rows(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """(values [R, C], scales [R, S] or None, ids [R, K], -1 where there is none, weights [R, K] float32): views of
+        the window, until the combine; in slots R is N * b."""
+        self.receive()
+        came = self._pending.result()
+        scales = came.payloads.get(SCALES)
+        top_k = self.view.top_k
+        return (
+            came.tokens.flatten(0, -2),
+            None if scales is None else scales.flatten(0, -2),
+            came.ids.view(-1, top_k),
+            came.weights.view(-1, top_k),
+        )
+
+    def send(self, results: Tensor, out: Tensor, sm_limit: int = 0) -> Callable[[], None]:
+        """Returns rows [R, H], weighted and summed over the experts of this rank, which are summed over ranks where
+        they came from: out [T, H], of their dtype. Returns what receives them. A step of all ranks. Errors: as
+        `Group.combine`."""
+        handle, view = self._handle, self.view
+        with gradients.telling(self.refuse):
+            if results.dtype != out.dtype or results.shape[-1] != out.shape[-1]:
+                told = f"is {str(results.dtype)[6:]} {list(results.shape)}"
+                wanted = f"{str(out.dtype)[6:]} [R, {out.shape[-1]}]"
+                raise tw.InvalidArgument.of("fused_expert_output", f"{told}; it must be {wanted}")
+            rows = results.flatten(0, -2).contiguous()
+            if rows.numel() and rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+                rows = rows.clone()  # experts of as many rows as tokens may have written to the output itself
+        try:
+            pending = view.combine(handle, rows, dtype=out.dtype, out=out, send_only=True, sm_limit=sm_limit)
+        except Exception:
+            give_back(handle)
+            raise
+        return partial(complete, pending, handle)
+
+    def refuse(self) -> None:
+        """Tells peers, who wait in the combine, that this rank makes none."""
+        gradients.refuse_combine(self._handle, self.view)
+        give_back(self._handle)
+
+
+class RankRows:
+    """Rows once to each rank of their experts, with all their choices, and sums back. Two may be under way at once,
+    from a dispatch to its combine; ranks make their calls in one order.
+
+    In slots, of which all ranks know the number, a dispatch is one step, never waits for the device, and can be
+    captured; else it is two, and the host waits for the number of rows. peers: of the process group. experts, top_k: of
+    the routings."""
+
+    def __init__(self, peers: Peers, experts: int, top_k: int):
+        self.top_k = top_k
+        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="auto", id_space="global", lanes=2)
+        self._views: dict[Any, TypedGroup] = {}
+        self._last: TypedGroup | None = None
+
+    def dispatch(
+        self,
+        rows: Tensor,
+        scales: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        results: tuple[torch.dtype, int],
+        bound: int | None,
+        room: int,
+        sm_limit: int = 0,
+    ) -> Arriving:
+        """Sends rows [T, C] of any dtype, with scales [T, S] of any dtype beside them. ids: [T, K] int32 or int64, -1
+        for none; weights: [T, K] of any floating dtype. results: dtype and H of what experts return. bound: the largest
+        T of all ranks, where all know it, else None. room: no rank has more tokens, alike on all; the group is made,
+        and grows, for so many, which is collective.
+
+        A step of all ranks, or two. Errors: as `Group.route` and `Group.dispatch`, of which peers hear at once."""
+        view = self._seen(rows, scales, results, max(room, 1))
+        low = bound is not None and view.chooses(bound) == "low_latency"
+        with gradients.telling(partial(_refuse, view, bound if low else None)):
+            most = room if bound is None else bound
+            if len(rows) > most:
+                raise tw.InvalidArgument.of("a1", f"has {len(rows)} rows; it must have at most {most}, as ranks know")
+            handle = view.route(ids, weights.float())
+        try:
+            experts = None
+            if not low:
+                view.exchange_counts(handle, sm_limit=sm_limit)
+                experts = handle.expert_rows.tolist()
+            pending = view.dispatch(
+                handle,
+                rows,
+                None if scales is None else {SCALES: scales},
+                layout="rank_major" if low else "flat",
+                bound=bound if low else None,
+                send_only=True,
+                sm_limit=sm_limit,
+            )
+        except Exception:
+            give_back(handle)
+            raise
+        return Arriving(view, handle, pending, experts)
+
+    def _seen(self, rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int], room: int) -> TypedGroup:
+        """The group as such rows see it, with room for so many of a rank."""
+        with gradients.telling(self._refuse_unknown):
+            for name, given in (("a1", rows), ("scales", scales)):
+                if given is not None and given.dim() != 2:
+                    raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
+            beside = None if scales is None else (scales.shape[1], scales.dtype)
+            kind = tw.RowType(rows.shape[1], rows.dtype, None if beside is None else {SCALES: beside}, *results)
+            kind.all_payloads()  # which refuses dtypes that no rows have
+        key = rows.shape[1], rows.dtype, beside, results
+        view = self._views.get(key)
+        if view is None or view.group is not self.shared.group or room > view.max_tokens:
+            view = self._views[key] = self.shared.with_room(kind, room)
+        self._last = view
+        return view
+
+    def _refuse_unknown(self) -> None:
+        """Rows of which it is not known how they would be sent: peers are in the first step of some routing."""
+        if self._last is not None and self._last.group is self.shared.group:
+            _refuse(self._last, None)
+
+
+def _refuse(view: TypedGroup, bound: int | None) -> None:
+    """Tells peers, who are in a dispatch, in slots if there is a bound, that this rank cannot make the call."""
+    if bound is None:
+        view.refuse_routing("flat")
+    else:
+        view.refuse_dispatch("rank_major", bound)

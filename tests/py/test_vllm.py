@@ -1,0 +1,459 @@
+"""vLLM's modular kernels through Tokenway, and vLLM's own DeepEP classes over its deep_ep: two ranks.
+
+`make test-frameworks` has the packages: vLLM itself, built without kernels, and what importing its MoE layers needs."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from frameworks import attempt, mutated, need_version, packages_apart, programs_of, steps
+from harness import AT_ONCE, HANGS, PATIENT, said
+from vllm_ranks import (
+    EXPERTS,
+    HIDDEN,
+    HIGH,
+    LOW,
+    MOST,
+    OWN,
+    apply,
+    begin,
+    given,
+    in_step,
+    kernel_of,
+    own_case,
+    quantized,
+    run_own,
+    wanted,
+)
+
+import tokenway as tw
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+PINNED = "0.33.0"
+# batched: the format; sizes: tokens of each rank; known: vLLM knows these on the host; none: some ids are -1; input:
+# weights are applied to what is sent; robin: experts are placed by turns; rows: that experts get, of a rank
+SLOTS: dict[str, Any] = {
+    "batched": False,
+    "sizes": (5, 3),
+    "top_k": 3,
+    "hidden": HIDDEN,
+    "dtype": "float32",
+    "known": True,
+    "none": True,
+    "quant": None,
+    "input": False,
+    "robin": False,
+    "rows": (10, HIDDEN),
+}
+FLAT, BATCHED = SLOTS | {"known": False, "rows": None}, SLOTS | {"batched": True, "rows": (3, 2 * MOST, HIDDEN)}
+CASES: dict[str, dict[str, Any]] = {
+    "slots": SLOTS,
+    "slots, bfloat16": SLOTS | {"dtype": "bfloat16"},
+    "slots, no tokens here": SLOTS | {"sizes": (0, 3), "rows": (6, HIDDEN)},
+    "slots, none at all": SLOTS | {"sizes": (0, 0), "rows": (2, HIDDEN)},
+    "slots, weights on the input": SLOTS | {"top_k": 1, "input": True},
+    "slots, fp8 by blocks": SLOTS | {"quant": "fp8", "hidden": 256, "rows": (10, 256)},
+    "slots, nvfp4": SLOTS | {"quant": "nvfp4", "rows": (10, HIDDEN // 2)},
+    "slots, one scale made where they arrive": SLOTS | {"quant": "one scale"},
+    "as many as come": FLAT,
+    "as many as come, bfloat16": FLAT | {"dtype": "bfloat16"},
+    "as many as come, no tokens here": FLAT | {"sizes": (0, 3)},
+    "as many as come, none at all": FLAT | {"sizes": (0, 0), "rows": None},
+    "as many as come, fp8 by blocks": FLAT | {"quant": "fp8", "hidden": 256},
+    "as many as come, one scale": FLAT | {"quant": "one scale"},
+    "more than low latency has room for": FLAT | {"known": True, "sizes": (300, 270)},
+    "batched": BATCHED,
+    "batched, bfloat16": BATCHED | {"dtype": "bfloat16"},
+    "batched, float16": BATCHED | {"dtype": "float16"},
+    "batched, no tokens here": BATCHED | {"sizes": (0, 3)},
+    "batched, none at all": BATCHED | {"sizes": (0, 0)},
+    "batched, weights on the input": BATCHED | {"top_k": 1, "input": True},
+    "batched, experts by turns": BATCHED | {"robin": True},
+    "batched, fp8 by blocks": BATCHED | {"quant": "fp8", "hidden": 256, "rows": (3, 2 * MOST, 256)},
+    "batched, one scale made where they arrive": BATCHED | {"quant": "one scale"},
+}
+CLOSE = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}  # of the largest value
+
+
+def run_case(case: dict[str, Any], config: Any, rank: int, fail: Any = None) -> dict[str, Any]:
+    from vllm.model_executor.layers.fused_moe import utils
+
+    kernel, experts = kernel_of(case, config, fail)
+    before, data = steps(), given(case, rank)
+    with in_step(case, config, rank), patch.object(utils, "moe_kernel_quantize_input", quantized):
+        out = apply(kernel, case, rank, *data)
+    return {"out": out.float().numpy(), "steps": steps() - before, "given": type(experts).given, "data": data}
+
+
+def judge(case: dict[str, Any], ranks: list[Any], refused: int = 0) -> None:
+    """refused: combines of an earlier step, which rank 1 has refused."""
+    for rank, found in enumerate(ranks):
+        assert isinstance(found, dict), found
+        out = wanted(*found["data"], case["input"])
+        assert found["out"].shape == out.shape and np.isfinite(found["out"]).all()
+        assert np.abs(found["out"] - out).max(initial=0) <= CLOSE[case["dtype"]] * max(np.abs(out).max(initial=0), 1)
+        assert found["steps"] == 2 + refused * rank  # a dispatch and a combine
+        ids = [each["data"][1] for each in ranks]
+        here = [(x >= 0) & ((x % 2 if case["robin"] else x // 3) == rank) for x in ids]
+        got, come = found["given"], int(sum(x.any(1).sum() for x in here))
+        if case["rows"] is not None or (got and come):
+            assert got["rows"] == (case["rows"] or (come, case["hidden"])), got
+        if got and got["counts"] is not None and (case["batched"] or come):
+            by_turns = [e * 2 + rank if case["robin"] else rank * 3 + e for e in range(3)]
+            assert got["counts"] == [int(sum((x == e).sum() for x in ids)) for e in by_turns]
+
+
+def run_alias(config: Any, rank: int) -> Any:
+    """As many rows as a rank has tokens: vLLM has the experts write to the output of the layer."""
+    case = FLAT | {"sizes": (4, 4), "top_k": 1, "none": False}
+    kernel, experts = kernel_of(case, config)
+    rows, ids, weights = given(case, rank)
+    ids[:] = 3 * rank + 1
+    ids[0] = 4 - 3 * rank  # so that rows move
+    out = apply(kernel, case, rank, rows, ids, weights)
+    aliased = type(experts).given["output"] == out.untyped_storage().data_ptr()
+    return aliased, out.numpy(), wanted(rows, ids, weights)
+
+
+# ---- what fails --------------------------------------------------------------------------------------------
+
+
+def no_memory(*_: Any) -> Any:
+    raise RuntimeError("no memory, say")
+
+
+# name: what rank 1 gives in place of (rows, ids, weights), what it is told, and of which formats
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "ids": (lambda x, ids, w: (x, ids + EXPERTS, w), "InvalidArgument", r"ids\[0, "),
+    "tokens": (
+        lambda x, ids, w: tuple(each.repeat(7, 0) for each in (x, ids, w)),
+        "InvalidArgument",
+        r"^a1 has 21 rows; it must have at most",
+    ),
+    "weights": (lambda x, ids, w: (x, ids, w[:, :2]), "InvalidArgument", "weights"),
+}
+
+
+def run_failing(config: Any, rank: int) -> dict[str, Any]:
+    """What each rank is told where rank 1 alone fails, how long it took, and of the step after that."""
+    told: dict[str, Any] = {}
+    for name, case in (("slots", SLOTS), ("as many as come", FLAT), ("batched", BATCHED)):
+        began = time.monotonic()
+        outcome = attempt(run_case, case, config, rank, no_memory if rank == 1 else None)
+        if rank == 1:  # its next call tells those who wait
+            told[f"{name}: then"] = attempt(run_case, case, config, rank)
+            told[f"{name}: experts"] = outcome, 0
+        else:
+            told[f"{name}: experts"] = outcome, time.monotonic() - began
+            told[f"{name}: then"] = attempt(run_case, case, config, rank)
+        for wrong, (change, *_) in WRONG.items():
+            if (name, wrong) in ((("as many as come"), "tokens"), ("batched", "weights")):
+                continue  # which has room for these; whose weights are its own affair until the combine
+            began, (kernel, _) = time.monotonic(), kernel_of(case, config)
+            data = given(case, rank)
+            with in_step(case, config, rank):
+                outcome = attempt(apply, kernel, case, rank, *(change(*data) if rank == 1 else data))
+            told[f"{name}: {wrong}"] = outcome, time.monotonic() - began
+            told[f"{name}: {wrong}, then"] = attempt(run_case, case, config, rank)
+        kernel, _ = kernel_of(case, config)
+        told[f"{name}: no prepare"] = attempt(
+            lambda kernel=kernel: kernel.prepare_finalize.finalize(None, None, None, None, False, None)
+        )
+    return told
+
+
+# ---- micro-batches -----------------------------------------------------------------------------------------
+
+
+class Event:
+    """Of a device, of which there is none."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+
+def run_micro_batches(case: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
+    """Two, as vLLM's contexts let them take turns: one is sent while the other computes."""
+    import torch
+    from vllm import forward_context
+    from vllm.forward_context import DPMetadata, create_forward_context
+    from vllm.v1.worker import ubatching
+
+    stream, order, out = object(), [], [None, None]
+    cases = [case, case | {"sizes": (2, 4)}]
+    data = [given(each, rank) for each in cases]
+    kernels = [kernel_of(each, config, lambda _, i=i: order.append(f"experts {i}"))[0] for i, each in enumerate(cases)]
+    told = [DPMetadata(torch.tensor(each["sizes"], dtype=torch.int32)) for each in cases]
+    contexts = [create_forward_context(None, config, each if case["known"] else None) for each in told]
+    barrier, before = threading.Barrier(3), steps()
+    with (
+        patch.object(torch, "Event", Event),
+        patch.object(ubatching, "current_stream", lambda: stream),
+        patch.object(forward_context, "_forward_context", None),  # which contexts of micro-batches leave set
+    ):
+        ubatches = ubatching.make_ubatch_contexts(2, stream, stream, contexts, barrier)
+
+        def run(i: int) -> None:
+            torch.set_num_threads(1)
+            with ubatches[i]:
+                order.append(f"begin {i}")
+                out[i] = attempt(apply, kernels[i], cases[i], rank, *data[i])
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        barrier.wait()
+        ubatches[0].cpu_wait_event.set()
+        for thread in threads:
+            thread.join()
+    arrays = [each if isinstance(each, tuple) else each.numpy() for each in out]
+    return {"out": arrays, "wanted": [wanted(*each) for each in data], "order": order, "steps": steps() - before}
+
+
+# ---- the plugin --------------------------------------------------------------------------------------------
+
+
+def run_plugin(folder: Path) -> dict[str, Any]:
+    """What vLLM does with the entry point that the package names."""
+    import os
+    import sys
+
+    import tomllib
+    from frameworks import ROOT
+    from vllm import plugins
+    from vllm.config import ParallelConfig
+    from vllm.distributed.device_communicators import all2all
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tokenway.integrations import supported
+    from tokenway.integrations import vllm as adapter
+
+    (named,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].items()
+    info = folder / "tokenway-0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenway\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{named[0]}]\n" + "".join(f"{k} = {v}\n" for k, v in named[1].items()))
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    own = all2all.DeepEPLLAll2AllManager
+
+    def load(**variables: str) -> Any:
+        plugins.plugins_loaded = False
+        with patch.dict(os.environ, variables):
+            plugins.load_general_plugins()
+        return all2all.DeepEPLLAll2AllManager is own
+
+    found: dict[str, Any] = {"nothing": load(), "another": ParallelConfig(all2all_backend=HIGH).all2all_backend}
+    found["still nothing"] = all2all.DeepEPLLAll2AllManager is own
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = EngineArgs.from_cli_args(parser.parse_args(["--all2all-backend", "tokenway_low_latency"]))
+    with patch.dict(os.environ):
+        config = ParallelConfig(all2all_backend=asked.all2all_backend)
+        found["asked"] = asked.all2all_backend, config.all2all_backend, os.environ.get("TOKENWAY_VLLM")
+    found["by name"] = all2all.DeepEPLLAll2AllManager.__name__
+    adapter.unregister()
+    found["taken away"] = all2all.DeepEPLLAll2AllManager is own
+    found["by variable"] = load(TOKENWAY_VLLM="1"), all2all.DeepEPLLAll2AllManager.__name__
+    adapter.unregister()
+    with patch.object(supported.metadata, "version", lambda name: "0.34.1" if name == "vllm" else "2.13.0"):
+        found["too new"] = attempt(lambda: load(TOKENWAY_VLLM="1"))
+        found["too new, not asked for"] = load()
+    return found
+
+
+# ---- mutations ---------------------------------------------------------------------------------------------
+
+# name: (text of vllm_layers.py, what a later hand may make of it, the case whose test must fail)
+MUTATIONS = {
+    "a row off by one": ("        unused = ids < 0\n", "        unused, rows = ids < 0, rows.roll(1, 0)\n", "slots"),
+    "weights 2 % off": (
+        "rows, scales, topk_ids, topk_weights, results",
+        "rows, scales, topk_ids, topk_weights * 1.02, results",
+        "as many as come",
+    ),
+    "ids off by one rank": (
+        "rows, scales, topk_ids, topk_weights, results",
+        "rows, scales, torch.where(topk_ids < 0, topk_ids, (topk_ids + 3) % 6), topk_weights, results",
+        "slots",
+    ),
+    "scales off by one": (
+        "rows, scales = _quantized(a1, quant_config, swizzled=False)\n",
+        "rows, scales = _quantized(a1, quant_config, swizzled=False)\n                scales = scales.roll(1, 0)\n",
+        "slots, fp8 by blocks",
+    ),
+    "unused slots make the scale": (
+        "rows.masked_fill(unused.all(1, keepdim=True), 0)",
+        "rows + 1000 * unused.all(1, keepdim=True)",
+        "slots, one scale made where they arrive",
+    ),
+    "batched weights 2 % off": (
+        "weights = topk_weights.float()\n",
+        "weights = topk_weights.float() * 1.02\n",
+        "batched",
+    ),
+    "batched ids off by one rank": (
+        "            a1, topk_ids, self._most,",
+        "            a1, torch.where(topk_ids < 0, topk_ids, (topk_ids + 3) % 6), self._most,",
+        "batched",
+    ),
+    "no table of places": ("if self._places is not None:", "if False:", "batched, experts by turns"),
+}
+
+
+def run_mutant(old: str, new: str, case: str, config: Any, rank: int) -> Any:
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from tokenway.integrations import vllm_layers
+
+    made = mutated(vllm_layers, old, new)
+    with (
+        patch.object(all2all_utils, "DeepEPHTPrepareAndFinalize", made.TokenwayStandardPrepareAndFinalize),
+        patch.object(all2all_utils, "DeepEPLLPrepareAndFinalize", made.TokenwayBatchedPrepareAndFinalize),
+    ):
+        return attempt(run_case, CASES[case], config, rank)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------------
+
+
+def rank_main(store: str) -> Any:
+    import torch.distributed as dist
+
+    rank, config = begin(store)
+    from vllm.distributed import get_ep_group
+
+    from tokenway.integrations import groups
+
+    groups.of(get_ep_group().cpu_group, timeout=PATIENT)
+    folder = Path(f"{store}-{rank}")
+    folder.mkdir()
+    found: dict[str, Any] = {"plugin": attempt(run_plugin, folder)}
+    names: dict[str, Any] = {}
+    (program,) = programs_of("vLLM")
+    exec(program, names)
+    for name, case in CASES.items():
+        found[name] = attempt(run_case, case, config, rank)
+    found["alias"] = attempt(run_alias, config, rank)
+    found["failing"] = attempt(run_failing, config, rank)
+    for name, case in (("slots", SLOTS), ("as many as come", FLAT), ("batched", BATCHED)):
+        found[f"micro-batches, {name}"] = attempt(run_micro_batches, case, config, rank)
+    for mutation, change in MUTATIONS.items():
+        found[mutation] = run_mutant(*change, config, rank)
+    found["in use"] = names["in_use"]()
+    for name, (batched, fp8) in OWN.items():
+        found[name] = attempt(run_own, SLOTS | own_case(batched, fp8), config, rank)
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def apart(torch: Any) -> Iterator[None]:
+    """The packages of these tests."""
+    with packages_apart():
+        importlib.invalidate_caches()
+        need_version("vllm", PINNED)
+        yield
+
+
+@pytest.fixture(scope="module")
+def ran(apart: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("vllm") / "store"), timeout=6 * HANGS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers(ran, case) -> None:
+    """What vLLM's kernel makes of a batch, as each expert alone would, by Tokenway's steps."""
+    judge(CASES[case], [found[case] for found in ran])
+
+
+def test_experts_that_write_to_the_output(ran) -> None:
+    for found in ran:
+        aliased, out, right = found["alias"]
+        assert aliased and np.array_equal(out, right)
+
+
+@pytest.mark.parametrize("case", ["slots", "as many as come", "batched"])
+def test_what_fails_on_one_rank(ran, case) -> None:
+    """Its peers are told at once, or, where its experts fail, when it comes to its next step; which is as ever."""
+    first, second = (found["failing"] for found in ran)
+    sentences = {wrong: told for wrong, (_, *told) in WRONG.items()} | {"experts": ["RuntimeError", "^no memory, say"]}
+    for wrong, (kind, sentence) in sentences.items():
+        if f"{case}: {wrong}" not in first:
+            continue
+        said(second[f"{case}: {wrong}"][0], kind, sentence)
+        outcome, took = first[f"{case}: {wrong}"]
+        said(outcome, "PeerRefused", "rank 1")
+        assert took < AT_ONCE
+        then = f"{case}: then" if wrong == "experts" else f"{case}: {wrong}, then"
+        judge(CASES[case], [first[then], second[then]], int(wrong == "experts"))
+    for told in (first, second):
+        said(told[f"{case}: no prepare"], "InvalidUsage", "finalize comes without a prepare")
+
+
+@pytest.mark.parametrize("case", ["slots", "as many as come", "batched"])
+def test_micro_batches(ran, case) -> None:
+    """Each has what it has alone; and the second begins before the first computes."""
+    for found in ran:
+        told = found[f"micro-batches, {case}"]
+        assert isinstance(told, dict), told
+        for out, right in zip(told["out"], told["wanted"], strict=True):
+            assert isinstance(out, np.ndarray), out
+            assert np.array_equal(out, right)
+        assert told["steps"] == 4
+        assert told["order"] == ["begin 0", "begin 1", "experts 0", "experts 1"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_vllms_own_classes(ran, name) -> None:
+    """Unchanged, over Tokenway in the place of deep_ep."""
+    batched, fp8 = OWN[name]
+    for found in ran:
+        assert isinstance(found[name], dict), found[name]
+        assert found[name]["kinds"] == ("tokenway.compat.deep_ep.buffer", "deepep_ll" if batched else "deepep_ht")
+    judge(SLOTS | own_case(batched, fp8), [found[name] for found in ran])
+
+
+def test_the_plugin(ran) -> None:
+    """Nothing changes unless it is asked for, by name or by the environment; another vLLM is refused."""
+    for found in ran:
+        told = found["plugin"]
+        assert isinstance(told, dict), told
+        assert told["nothing"] and told["another"] == HIGH and told["still nothing"]
+        assert told["asked"] == ("tokenway_low_latency", LOW, "1")
+        assert told["by name"] == "TokenwayManager" and told["taken away"]
+        assert told["by variable"] == (False, "TokenwayManager")
+        said(
+            told["too new"],
+            "Unsupported",
+            r"^vllm 0\.34\.1 is installed; needed is vllm from 0\.33\.0 on, before 0\.34",
+        )
+        assert told["too new, not asked for"]
+
+
+def test_the_guide(ran) -> None:
+    """Its program has switched on what these tests run, and says what is in use: a group each for both formats and
+    top-k."""
+    for found in ran:
+        assert found["in use"].count("SharedGroup") == 4 and "steps=" in found["in use"]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(ran, mutation) -> None:
+    """A class that is wrong fails the test of its case."""
+    outcomes = [found[mutation] for found in ran]
+    case = CASES[MUTATIONS[mutation][2]]
+    if mutation != "unused slots make the scale":
+        assert all(isinstance(each, dict) for each in outcomes), outcomes
+    with pytest.raises(AssertionError):
+        judge(case, outcomes)
