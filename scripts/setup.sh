@@ -176,11 +176,11 @@ provide_frameworks() {
   warn "frameworks: $missing; their tests are skipped"
 }
 
-# Builds vLLM without kernels into .venv/frameworks. A build apart would fetch a PyTorch of its own.
+# Builds vLLM without kernels into .venv/frameworks, in this environment: one of its own would get a PyTorch of its own.
 install_vllm() {
   local builders=.venv/vllm-builders target=.venv/frameworks options=(--no-deps --no-build-isolation)
   pip install --quiet --no-deps --target "$builders" "${vllm_builders[@]}" &&
-    PYTHONPATH=$builders VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=${vllm_package##*=} \
+    PYTHONPATH=$PWD/$builders VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=${vllm_package##*=} \
       pip install --quiet "${options[@]}" --no-binary vllm --target "$target" "$vllm_package"
   local result=$?
   rm -rf "$builders"

@@ -69,6 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "as many as come, no tokens here": FLAT | {"sizes": (0, 3)},
     "as many as come, none at all": FLAT | {"sizes": (0, 0), "rows": None},
     "as many as come, fp8 by blocks": FLAT | {"quant": "fp8", "hidden": 256},
+    "as many as come, nvfp4": FLAT | {"quant": "nvfp4"},
+    "as many as come, nvfp4, none at all": FLAT | {"quant": "nvfp4", "sizes": (0, 0)},
     "as many as come, one scale": FLAT | {"quant": "one scale"},
     "more than low latency has room for": FLAT | {"known": True, "sizes": (300, 270)},
     "batched": BATCHED,
@@ -82,6 +84,12 @@ CASES: dict[str, dict[str, Any]] = {
     "batched, one scale made where they arrive": BATCHED | {"quant": "one scale"},
 }
 CLOSE = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}  # of the largest value
+
+
+def dtype_of(case: dict[str, Any]) -> str:
+    """Of what experts get."""
+    known = {"nvfp4": "uint8", "fp8": "float8_e4m3fn", "one scale": "float8_e4m3fn"}
+    return "torch." + known.get(case["quant"], case["dtype"])
 
 
 def run_case(case: dict[str, Any], config: Any, rank: int, fail: Any = None) -> dict[str, Any]:
@@ -106,7 +114,9 @@ def judge(case: dict[str, Any], ranks: list[Any], refused: int = 0) -> None:
         here = [(x >= 0) & ((x % 2 if case["robin"] else x // 3) == rank) for x in ids]
         got, come = found["given"], int(sum(x.any(1).sum() for x in here))
         if case["rows"] is not None or (got and come):
-            assert got["rows"] == (case["rows"] or (come, case["hidden"])), got
+            width = case["hidden"] // (2 if case["quant"] == "nvfp4" else 1)
+            assert got["rows"] == (case["rows"] or (come, width)), got
+        assert not got or got["dtype"] == dtype_of(case)
         if got and got["counts"] is not None and (case["batched"] or come):
             by_turns = [e * 2 + rank if case["robin"] else rank * 3 + e for e in range(3)]
             assert got["counts"] == [int(sum((x == e).sum() for x in ids)) for e in by_turns]

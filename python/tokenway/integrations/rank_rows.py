@@ -49,6 +49,8 @@ class Arriving:
         they came from: out [T, H], of their dtype. Returns what receives them. A step of all ranks. Errors: as
         `Group.combine`."""
         handle, view = self._handle, self.view
+        if not results.numel():  # vLLM gives it the shape of what was sent, packed or not
+            results = out.new_empty(0, out.shape[-1])
         with gradients.telling(self.refuse):
             if results.dtype != out.dtype or results.shape[-1] != out.shape[-1]:
                 told = f"is {str(results.dtype)[6:]} {list(results.shape)}"

@@ -11,6 +11,7 @@ docs/FRAMEWORKS.md says what works, and what ranks must do alike.
 from __future__ import annotations
 
 import os
+import sys
 from functools import wraps
 from typing import Any, Literal, get_args
 
@@ -82,9 +83,12 @@ def unregister() -> None:
 def offer() -> None:
     """Has `--all2all-backend` take the two names, and `ParallelConfig(all2all_backend=...)` likewise: who asks for one
     has TOKENWAY_VLLM=1 in the environment, which processes that are started inherit, and a config that holds vLLM's
-    name. Nothing else is changed. Not collective. Does nothing the second time."""
+    name. Nothing else is changed. Not collective. Does nothing the second time, nor in a process of vLLM's that makes
+    no config: workers have imported no command line."""
+    arg_utils = sys.modules.get("vllm.engine.arg_utils")
+    if arg_utils is None:
+        return
     from vllm.config import ParallelConfig
-    from vllm.engine import arg_utils
 
     field = ParallelConfig.__dataclass_fields__["all2all_backend"]
     if set(NAMES) <= set(get_args(field.type)):

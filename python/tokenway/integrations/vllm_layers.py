@@ -397,6 +397,8 @@ def _interleaved(scales: Tensor) -> Tensor:
     """Scales [R, S] of nvfp4 in the order that CUTLASS wants."""
     from vllm.utils.flashinfer import nvfp4_block_scale_interleave
 
+    if not len(scales):
+        return scales
     width = scales.shape[-1]
     swizzled: Tensor = nvfp4_block_scale_interleave(scales.contiguous().view(torch.uint8)).view(-1, width)
     return swizzled
