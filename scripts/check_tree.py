@@ -108,7 +108,9 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "faces": ("autograd experts nn ops", {"pytorch"}),
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
-    # how does a framework run it; nothing but the next imports this room
+    # how does a framework run it that calls another library
+    "plugins": ("integrations/sglang", {"compat", "integrations", "package"}),
+    # how does a framework run it; nothing but the last and the next imports this room
     "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks", "native"}),
     # how does code run that calls another library; nothing imports this room
     "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
@@ -124,6 +126,7 @@ NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
     for name in (
         "by_expert",
+        "collectives",
         "expert_rows",
         "groups",
         "low_latency",
@@ -210,11 +213,10 @@ def imports_of(name: str, is_package: bool, tree: ast.Module, modules: Iterable[
 
 
 def python_room_of(module: str) -> str:
-    """The room of a module such as tokenway.bench.case; none: "" """
-    parts = module.split(".")[1:]
-    first = parts[0] if parts else "__init__"
+    """The room of a module such as tokenway.bench.case, which may be named apart from its folder; none: "" """
+    parts = module.split(".")[1:] or ["__init__"]
     for room, (names, _) in PYTHON.items():
-        if f"{first}/" in names.split() or (len(parts) < 2 and first in names.split()):
+        if {"/".join(parts), f"{parts[0]}/"} & set(names.split()):
             return room
     return ""
 

@@ -9,7 +9,7 @@
 #   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context and, if it can be had, ccache
 #          through apt; spec, frameworks
 #   frameworks  what tests of integrations run, pinned; where it cannot be had, they are skipped
-#   apart  what make test-frameworks runs, pinned, in a folder of its own: .venv/frameworks
+#   apart  what make test-frameworks runs, pinned, in folders of their own: .venv/frameworks, .venv/sglang
 #
 # A group that is already there costs milliseconds: .venv/.stamp-GROUP holds a hash of this script.
 #
@@ -45,6 +45,10 @@ packages_apart+=("aiohappyeyeballs==2.7.1" "aiohttp==3.14.5" "aiosignal==1.4.0" 
   "partial-json-parser==0.2.1.1.post7" "prometheus-client==0.26.0" "propcache==0.5.4" "py-cpuinfo==9.0.0"
   "pybase64==1.5.1" "pyzmq==27.3.0" "sniffio==1.3.1" "starlette==1.10.0" "uvloop==0.23.0" "xgrammar==0.2.8"
   "yarl==1.25.1")
+
+# SGLang, and what importing its dispatchers needs: 140 MB, apart from those, whose packages it would find and want more of.
+packages_sglang=("sglang==0.5.23" "msgspec==0.22.0" "orjson==3.13.0" "pybase64==1.5.1" "pyzmq==27.3.0" "dill==0.4.1"
+  "einops==0.8.2")
 
 base_python=${PYTHON:-python3}
 python=.venv/bin/python
@@ -204,6 +208,20 @@ provide_apart() {
   warn "apart: pip cannot install ${packages_apart[*]} $vllm_package; tests of them are skipped"
 }
 
+provide_sglang() {
+  [[ ${TORCH:-1} == 0 ]] && return
+  is_stamped sglang && [[ -d .venv/sglang ]] && return
+  rm -rf .venv/sglang
+  say "sglang: installing ${packages_sglang[*]}"
+  if pip install --quiet --no-deps --target .venv/sglang "${packages_sglang[@]}"; then
+    stamp sglang
+    return
+  fi
+  rm -rf .venv/sglang
+  [[ $strict == 1 ]] && die "sglang: pip cannot install ${packages_sglang[*]}"
+  warn "sglang: pip cannot install ${packages_sglang[*]}; tests of it are skipped"
+}
+
 # -------------------------------------------------------------------------------------------------
 # System packages
 
@@ -253,7 +271,7 @@ setup_group() {
       provide_frameworks
       ;;
     frameworks) provide_frameworks ;;
-    apart) provide_apart ;;
+    apart) provide_apart; provide_sglang ;;
     *) die "unknown group '$1'; known are run, lint, spec, test, frameworks and apart" ;;
   esac
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "FRAMEWORKS.md"
 # Packages that `make test-frameworks` has and no other target: scripts/setup.sh.
 APART = ROOT / ".venv" / "frameworks"
+SGLANG_APART = ROOT / ".venv" / "sglang"
 
 
 def programs_of(heading: str) -> list[str]:
@@ -39,19 +41,33 @@ def need_version(package: str, version: str) -> None:
 
 
 @contextmanager
-def packages_apart() -> Iterator[None]:
+def packages_apart(folder: Path = APART) -> Iterator[None]:
     """With the packages of `make test-frameworks`, here and in processes that are started, behind all others."""
     kept = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [kept]), str(APART)])
-    sys.path.append(str(APART))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [kept]), str(folder)])
+    sys.path.append(str(folder))
     try:
         yield
     finally:
-        sys.path.remove(str(APART))
+        sys.path.remove(str(folder))
         if kept is None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = kept
+
+
+def install_entry_points(folder: Path) -> None:
+    """Makes the entry points of pyproject.toml known in this process, as an installation does."""
+    import tomllib  # which Python 3.10 lacks
+
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    groups = ("\n".join([f"[{group}]", *(f"{name} = {of}" for name, of in told[group].items())]) for group in told)
+    info = folder / "tokenway-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenway\nVersion: 0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("\n".join(groups) + "\n", encoding="utf-8")
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
 
 
 def attempt(function: Any, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from frameworks import attempt, mutated, need_version, packages_apart, programs_of, steps
+from frameworks import attempt, install_entry_points, mutated, need_version, packages_apart, programs_of, steps
 from harness import AT_ONCE, HANGS, PATIENT, said
 from vllm_ranks import (
     EXPERTS,
@@ -235,10 +235,7 @@ def run_micro_batches(case: dict[str, Any], config: Any, rank: int) -> dict[str,
 def run_plugin(folder: Path) -> dict[str, Any]:
     """What vLLM does with the entry point that the package names."""
     import os
-    import sys
 
-    import tomllib
-    from frameworks import ROOT
     from vllm import plugins
     from vllm.config import ParallelConfig
     from vllm.distributed.device_communicators import all2all
@@ -248,13 +245,7 @@ def run_plugin(folder: Path) -> dict[str, Any]:
     from tokenway.integrations import supported
     from tokenway.integrations import vllm as adapter
 
-    (named,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].items()
-    info = folder / "tokenway-0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenway\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[{named[0]}]\n" + "".join(f"{k} = {v}\n" for k, v in named[1].items()))
-    sys.path.append(str(folder))
-    importlib.invalidate_caches()
+    install_entry_points(folder)
     own = all2all.DeepEPLLAll2AllManager
 
     def load(**variables: str) -> Any:

@@ -87,7 +87,7 @@ class SharedGroup:
 
     @property
     def steps(self) -> int:
-        """Dispatches and combines that this rank has called, forward and backward."""
+        """Dispatches, combines, gathers and reduce-scatters that this rank has called, forward and backward."""
         return sum(view.steps for view in self._views.values())
 
     def with_room(self, rows: tw.RowType, max_tokens: int) -> TypedGroup:

@@ -18,7 +18,8 @@ class TypedGroup(Calls, _native.Shared):
     train, rows and what is combined have the same dtype, float32 or bfloat16, and the group a `combine_room` of 4 *
     top_k bytes more than the rows take.
 
-    steps: dispatches and combines that were called by it, forward and backward. Errors: as `Group.rows`."""
+    steps: dispatches, combines, gathers and reduce-scatters that were called by it, forward and backward. Errors: as
+    `Group.rows`."""
 
     def __init__(self, group: Group, rows: RowType):
         self.group = group
@@ -60,6 +61,16 @@ class TypedGroup(Calls, _native.Shared):
         """As `Group.combine`, of rows of this type."""
         self.steps += 1
         return super().combine(handle, rows, **settings)
+
+    def all_gatherv(self, rows: Any, sizes: Any = None, **settings: Any) -> Any:
+        """As `Group.all_gatherv`, of any rows."""
+        self.steps += 1
+        return self.group.all_gatherv(rows, sizes, **settings)
+
+    def reduce_scatterv(self, rows: Any, sizes: Any = None, **settings: Any) -> Any:
+        """As `Group.reduce_scatterv`, of any rows."""
+        self.steps += 1
+        return self.group.reduce_scatterv(rows, sizes, **settings)
 
     def refuse_dispatch(self, layout: str | None = None, bound: int | None = None) -> None:
         """As `Group.refuse_dispatch`, of rows of this type."""
