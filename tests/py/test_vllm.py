@@ -22,12 +22,14 @@ from vllm_ranks import (
     HIGH,
     LOW,
     MOST,
+    ONE,
     OWN,
     apply,
     begin,
     given,
     in_step,
     kernel_of,
+    manager_of,
     own_case,
     quantized,
     run_own,
@@ -72,6 +74,10 @@ CASES: dict[str, dict[str, Any]] = {
     "as many as come, nvfp4": FLAT | {"quant": "nvfp4"},
     "as many as come, nvfp4, none at all": FLAT | {"quant": "nvfp4", "sizes": (0, 0)},
     "as many as come, one scale": FLAT | {"quant": "one scale"},
+    "slots, for graphs": SLOTS | {"backend": ONE},
+    "slots, for graphs, bfloat16, none at all": SLOTS
+    | {"backend": ONE, "dtype": "bfloat16", "sizes": (0, 0), "rows": (2, HIDDEN)},
+    "slots, for graphs, fp8 by blocks": SLOTS | {"backend": ONE, "quant": "fp8", "hidden": 256, "rows": (10, 256)},
     "more than low latency has room for": FLAT | {"known": True, "sizes": (300, 270)},
     "batched": BATCHED,
     "batched, bfloat16": BATCHED | {"dtype": "bfloat16"},
@@ -202,6 +208,7 @@ def run_micro_batches(case: dict[str, Any], config: Any, rank: int) -> dict[str,
     cases = [case, case | {"sizes": (2, 4)}]
     data = [given(each, rank) for each in cases]
     kernels = [kernel_of(each, config, lambda _, i=i: order.append(f"experts {i}"))[0] for i, each in enumerate(cases)]
+    manager_of(LOW if case["batched"] else HIGH).set_num_sms(20)  # as vLLM does around micro-batches
     told = [DPMetadata(torch.tensor(each["sizes"], dtype=torch.int32)) for each in cases]
     contexts = [create_forward_context(None, config, each if case["known"] else None) for each in told]
     barrier, before = threading.Barrier(3), steps()
@@ -261,6 +268,7 @@ def run_plugin(folder: Path) -> dict[str, Any]:
     with patch.dict(os.environ):
         config = ParallelConfig(all2all_backend=asked.all2all_backend)
         found["asked"] = asked.all2all_backend, config.all2all_backend, os.environ.get("TOKENWAY_VLLM")
+        found["others"] = [ParallelConfig(all2all_backend=name).all2all_backend for name in adapter.NAMES]
     found["by name"] = all2all.DeepEPLLAll2AllManager.__name__
     adapter.unregister()
     found["taken away"] = all2all.DeepEPLLAll2AllManager is own
@@ -432,6 +440,7 @@ def test_the_plugin(ran) -> None:
         assert isinstance(told, dict), told
         assert told["nothing"] and told["another"] == HIGH and told["still nothing"]
         assert told["asked"] == ("tokenway_low_latency", LOW, "1")
+        assert told["others"] == [ONE, HIGH, LOW]
         assert told["by name"] == "TokenwayManager" and told["taken away"]
         assert told["by variable"] == (False, "TokenwayManager")
         said(

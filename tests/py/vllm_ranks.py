@@ -15,7 +15,7 @@ from frameworks import steps
 import tokenway as tw
 
 EXPERTS, HIDDEN, WIDTH, MOST = 6, 32, 8, 16
-HIGH, LOW = "deepep_high_throughput", "deepep_low_latency"
+HIGH, LOW, ONE = "deepep_high_throughput", "deepep_low_latency", "flashinfer_nvlink_one_sided"
 _kept = ExitStack()  # what lasts as long as the process
 
 
@@ -170,8 +170,8 @@ def manager_of(backend: str) -> Any:
     from vllm.distributed.device_communicators import all2all
 
     if backend not in _made:
-        name = "DeepEPLLAll2AllManager" if backend == LOW else "DeepEPHTAll2AllManager"
-        _made[backend] = getattr(all2all, name)(get_ep_group().cpu_group)
+        names = {HIGH: "DeepEPHTAll2AllManager", LOW: "DeepEPLLAll2AllManager", ONE: "FlashInferNVLinkOneSidedManager"}
+        _made[backend] = getattr(all2all, names[backend])(get_ep_group().cpu_group)
     return _made[backend]
 
 
@@ -214,9 +214,12 @@ def kernel_of(case: dict[str, Any], config: Any, fail: Any = None) -> tuple[Any,
     """(a layer's kernel as vLLM makes it, its experts)."""
     import torch
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.distributed import get_ep_group
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
-    backend = LOW if case["batched"] else HIGH
+    backend = LOW if case["batched"] else case.get("backend", HIGH)
+    # As vLLM's communicator for GPUs has it; that for CPUs has one of its own in place of all others.
+    get_ep_group().device_communicator.all2all_manager = manager_of(backend)
     moe = moe_config(config, backend, case["top_k"], case["hidden"], getattr(torch, case["dtype"]))
     quant = quant_of(case["quant"])
     places = torch.tensor([0, 3, 1, 4, 2, 5])  # of experts by turns

@@ -58,7 +58,7 @@ class Arriving:
                 raise tw.InvalidArgument.of("fused_expert_output", f"{told}; it must be {wanted}")
             rows = results.flatten(0, -2).contiguous()
             if rows.numel() and rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-                rows = rows.clone()  # experts of as many rows as tokens may have written to the output itself
+                rows = rows.clone()  # which experts may share with the output, and a combine in parts may not
         try:
             pending = view.combine(handle, rows, dtype=out.dtype, out=out, send_only=True, sm_limit=sm_limit)
         except Exception:

@@ -3,8 +3,8 @@
     vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --enable-expert-parallel \\
         --all2all-backend tokenway_low_latency
 
-vLLM's lists of backends are closed. So two names are added to what `--all2all-backend` takes, each for one of vLLM's
-own, which a config holds from there on; and where vLLM looks for the classes of those two, it finds Tokenway's.
+vLLM's lists of backends are closed. So three names are added to what `--all2all-backend` takes, each for one of vLLM's
+own, which a config holds from there on; and where vLLM looks for the classes of those, it finds Tokenway's.
 docs/FRAMEWORKS.md says what works, and what ranks must do alike.
 """
 
@@ -21,7 +21,11 @@ from tokenway.integrations import supported
 LEAST, BELOW, LEAST_TORCH = "0.33.0", "0.34", "2.7"
 VARIABLE = "TOKENWAY_VLLM"  # of the environment: "1" is as a call of `register` in every process of vLLM's
 # Of --all2all-backend, and for which of vLLM's it stands.
-NAMES = {"tokenway_high_throughput": "deepep_high_throughput", "tokenway_low_latency": "deepep_low_latency"}
+NAMES = {
+    "tokenway": "flashinfer_nvlink_one_sided",
+    "tokenway_high_throughput": "deepep_high_throughput",
+    "tokenway_low_latency": "deepep_low_latency",
+}
 
 _kept: list[tuple[Any, str, Any]] = []  # module, name, and what vLLM had there, if anything
 _MISSING = object()
@@ -40,10 +44,10 @@ def plugin() -> None:
 
 
 def register() -> None:
-    """Puts Tokenway's classes in the place of vLLM's for DeepEP in this process, so that `--all2all-backend
-    deepep_high_throughput` and `deepep_low_latency` are Tokenway's. Before vLLM makes its process groups; not
-    collective; on every rank. Does nothing the second time. Errors: Unsupported, which names the versions, where vLLM
-    or PyTorch is missing, too old or too new."""
+    """Puts Tokenway's classes in the place of vLLM's for DeepEP and FlashInfer in this process, so that
+    `--all2all-backend deepep_high_throughput`, `deepep_low_latency` and `flashinfer_nvlink_one_sided` are Tokenway's.
+    Before vLLM makes its process groups; not collective; on every rank. Does nothing the second time. Errors:
+    Unsupported, which names the versions, where vLLM or PyTorch is missing, too old or too new."""
     _check()
     if _kept:
         return
@@ -56,10 +60,12 @@ def register() -> None:
         "DeepEPHTPrepareAndFinalize": vllm_layers.TokenwayStandardPrepareAndFinalize,
         "DeepEPLLPrepareAndFinalize": vllm_layers.TokenwayBatchedPrepareAndFinalize,
         "DEEPEP_QUANT_BLOCK_SHAPE": [128, 128],
+        "FlashInferNVLinkOneSidedPrepareAndFinalize": vllm_layers.TokenwayCapturedPrepareAndFinalize,
+        "flashinfer_one_sided_dispatch_layout": vllm_layers.captured_layout,
     }
-    # vLLM has imported these only where a deep_ep is installed; its function looks them up when it is called.
+    # vLLM has imported those of DeepEP only where a deep_ep is installed; its function looks them up when it is called.
     looked_up = all2all_utils.maybe_make_prepare_finalize.__code__.co_names
-    managers = {"DeepEPHTAll2AllManager", "DeepEPLLAll2AllManager"}
+    managers = {"DeepEPHTAll2AllManager", "DeepEPLLAll2AllManager", "FlashInferNVLinkOneSidedManager"}
     if not places.keys() <= set(looked_up) or not managers <= vars(all2all).keys():
         raise Unsupported(
             f"vLLM's {all2all_utils.__name__} is not that of vllm {LEAST}: it names no classes for DeepEP"
@@ -81,7 +87,7 @@ def unregister() -> None:
 
 
 def offer() -> None:
-    """Has `--all2all-backend` take the two names, and `ParallelConfig(all2all_backend=...)` likewise: who asks for one
+    """Has `--all2all-backend` take the names, and `ParallelConfig(all2all_backend=...)` likewise: who asks for one
     has TOKENWAY_VLLM=1 in the environment, which processes that are started inherit, and a config that holds vLLM's
     name. Nothing else is changed. Not collective. Does nothing the second time, nor in a process of vLLM's that makes
     no config: workers have imported no command line."""

@@ -1,7 +1,7 @@
 """vLLM's managers and prepare/finalize classes, of Tokenway's. `tokenway.integrations.vllm` says how they are used.
 
-They have the constructors of vLLM's own for DeepEP, in whose place they stand, and are told apart from these by vLLM's
-names for both: Standard, where experts take rows with all their choices, weight and sum them; and BatchedExperts, where
+They have the constructors of vLLM's own for DeepEP and FlashInfer, in whose place they stand. vLLM names two formats:
+Standard, where experts take rows with all their choices, weight and sum them; and BatchedExperts, where
 they take rows by expert, and the owner of a token weights and sums.
 """
 
@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.fused_moe import utils
+from vllm.model_executor.layers.fused_moe import all2all_utils, utils
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
@@ -244,6 +244,36 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
                     apply_router_weight_on_input=apply_router_weight_on_input,
                 )
         return arriving.send(fused_expert_output, output, self._manager.sm_limit), _nothing
+
+
+class TokenwayCapturedPrepareAndFinalize(TokenwayStandardPrepareAndFinalize):
+    """The same in the place of vLLM's class for FlashInfer's one-sided exchange, which leaves CUDA graphs on.
+
+    num_experts: E; num_dispatchers: N; the rest is not needed."""
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        hidden_size: int,
+        dispatch_format: Any = None,
+        extra_payload_bytes_per_token: int = 0,
+        num_dispatchers: int = 1,
+    ):
+        manager = all2all_utils.get_ep_all2all_manager()
+        if not isinstance(manager, TokenwayManager):
+            raise tw.InvalidUsage(
+                f"the expert-parallel group has a {type(manager).__name__}, made before Tokenway was registered"
+            )
+        super().__init__(manager, num_dispatchers, manager.dp_world_size, manager.rank * num_experts // num_dispatchers)
+
+
+def captured_layout(
+    hidden_dim: int, quant_config: Any, input_dtype: torch.dtype | None = None
+) -> all2all_utils.FlashInferOneSidedDispatchLayout:
+    """What vLLM asks for that class, in the place of its own function, which refuses what FlashInfer cannot send."""
+    return all2all_utils.FlashInferOneSidedDispatchLayout(None)
 
 
 class TokenwayBatchedPrepareAndFinalize(_Tokenway):
