@@ -205,8 +205,9 @@ def test_process_groups(ran, told) -> None:
 
 @pytest.mark.long
 def test_compiled_by_inductor(torch, tmp_path) -> None:
+    ran = ranks(tmp_path, ["inductor"])
     for case in CASES:
-        judge(case, [found["inductor", case] for found in ranks(tmp_path, ["inductor"])])
+        judge(case, [found["inductor", case] for found in ran])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

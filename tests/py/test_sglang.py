@@ -5,9 +5,11 @@ stands empty, and what is said by hand in a GPU's place."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -343,13 +345,25 @@ def switched(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run_guide() -> list[str]:
+def command_line() -> tuple[Any, ...]:
+    """What SGLang's own parser reads in that of the guide."""
+    from sglang.srt.server_args import ServerArgs
+
+    shown = re.search(r"TOKENWAY_SGLANG=1 python -m sglang.launch_server (.*?)\n\n", GUIDE.read_text(), re.DOTALL)
+    assert shown is not None
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    told = parser.parse_args(shown[1].replace("\\\n", " ").split())
+    return told.moe_a2a_backend, told.deepep_mode, told.tp_size, told.attn_dp_size, told.ep_size
+
+
+def run_guide() -> list[Any]:
     """Its program switches Tokenway on, once more, and says what is in use."""
     names: dict[str, Any] = {}
     (program,) = programs_of("SGLang")
     exec(program, names)
     names["switch_on"]()
-    return [names["in_use"](), *(str(each) for each in names["gathered"]())]
+    return [command_line(), names["in_use"](), *(str(each) for each in names["gathered"]())]
 
 
 def rank_main(store: str) -> dict[str, Any]:
@@ -474,6 +488,6 @@ def test_deterministic_attention_is_left_alone(ran) -> None:
 def test_the_guide(ran) -> None:
     """Its program, and its command line."""
     for rank, found in enumerate(ran):
-        in_use, everyone, mine = found["guide"]
+        told, in_use, everyone, mine = found["guide"]
+        assert told == ("deepep", "auto", 8, 8, 8)
         assert "steps=" in in_use and everyone == "[3, 8]" and mine == str([(2, 1)[rank], 8])
-    assert "TOKENWAY_SGLANG=1 python -m sglang.launch_server" in GUIDE.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ group, or wants an order of steps that no compiler may change, there are the ops
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 import tokenway as tw
 from tokenway.integrations import groups
 from tokenway.pytorch import gradients
+from tokenway.pytorch.typed_group import TypedGroup
 
 _PIECE = 16  # rows of a tensor lie in the window at multiples of it, in bytes
 
@@ -53,9 +55,10 @@ class Collectives:
     """Those of a process group on a device. `of` makes it, without asking anybody. Several tensors travel together in
     one step; gradients do not flow. What is documented of `all_gatherv` and `reduce_scatterv` holds."""
 
-    def __init__(self, process_group: Any, device: torch.device):
-        self.rank, self.size = process_group.rank(), process_group.size()
-        self.shared = groups.of(process_group, device=device).shared(experts=process_group.size(), top_k=1)
+    def __init__(self, peers: groups.Peers, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.shared = peers.shared(experts=size, top_k=1)
+        self._views: dict[int, TypedGroup] = {}  # by the bytes of a row
 
     def all_gatherv(
         self, rows: Sequence[Tensor], sizes: Sequence[int] | None = None, out: Sequence[Tensor] | None = None
@@ -83,10 +86,13 @@ class Collectives:
             _check_rows("rows", rows, sum(sizes))
         return tuple(self._with_room(rows, sizes).reduce_scatterv(list(rows), sizes, out=_listed(out)))
 
-    def _with_room(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    def _with_room(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> TypedGroup:
         """The group, with room for such rows."""
-        held = sum(_row_bytes(x) for x in rows)
-        return self.shared.with_room(tw.RowType(max(held, _PIECE) // 2, "bfloat16"), max(1, *sizes))
+        row, most = max(_PIECE, sum(map(_row_bytes, rows))), max(1, *sizes)
+        view = self._views.get(row)
+        if view is None or view.group is not self.shared.group or most > view.max_tokens:
+            view = self._views[row] = self.shared.with_room(tw.RowType(row // 2, "bfloat16"), most)
+        return view
 
     def _checked(self, sizes: Sequence[int]) -> list[int]:
         sizes = [int(size) for size in sizes]
@@ -101,9 +107,17 @@ class Collectives:
             gradients.refuse(getattr(self.shared.group, name))
 
 
+_known: weakref.WeakKeyDictionary[groups.Peers, Collectives] = weakref.WeakKeyDictionary()
+
+
 def of(process_group: Any, device: torch.device) -> Collectives:
     """Of a process group, as `groups.of` takes it, on the device of a tensor. Not collective."""
-    return Collectives(groups.resolved(process_group), device)
+    peers = groups.of(process_group, device=device)
+    found = _known.get(peers)
+    if found is None:
+        group = groups.resolved(process_group)
+        found = _known[peers] = Collectives(peers, group.rank(), group.size())
+    return found
 
 
 def _row_bytes(x: Tensor) -> int:
