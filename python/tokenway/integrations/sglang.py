@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from tokenway import InvalidArgument, TokenwayError
+from tokenway import InvalidArgument
 from tokenway.integrations import supported
 
 LEAST, BELOW, LEAST_TORCH = "0.5.23", "0.5.24", "2.7"
@@ -32,8 +32,8 @@ def plugin() -> None:
     raises and goes on; so that it does not go on with another library, the first DeepEP dispatcher says it again."""
     try:
         if asked():
-            register()
-    except TokenwayError as error:
+            _register()  # SGLang applies hooks once all plugins have theirs, and passes over what was applied before
+    except Exception as error:
         dispatcher: Any = sys.modules.get(_DISPATCHER)
         if dispatcher is not None:
             dispatcher.use_deepep, dispatcher._deepep_import_error = False, error
@@ -57,6 +57,14 @@ def register() -> None:
     time.
 
     Errors: Unsupported, which names the versions, where SGLang or PyTorch is missing, too old or too new."""
+    _register()
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()  # what is applied already stays as it is
+
+
+def _register() -> None:
+    """`register`, whose hooks are to be applied yet."""
     global _registered
     if _registered:
         return
@@ -92,7 +100,6 @@ def _serve_gathers() -> None:
         dp_attention._USE_DP_GATHERV = True
     for name, hook in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
         HookRegistry.register(f"{_COORDINATOR}.{name}", hook, HookType.AROUND)
-    HookRegistry.apply_hooks()  # what is applied already stays as it is
 
 
 def _all_gatherv(original: Any, group: Any, input_: Any, sizes: Any = None, output: Any = None) -> Any:
