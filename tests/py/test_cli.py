@@ -153,6 +153,57 @@ def test_report_of_what_is_no_run(tmp_path, capsys) -> None:
         assert name in capsys.readouterr().err
 
 
+def table(name: str, shown: str = "") -> str:
+    return f"<!-- table: {name} -->\n{shown}<!-- end of table -->\n"
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch) -> Path:
+    """A folder of pages and of one file of results, which is shown as its own text."""
+    monkeypatch.setattr(report, "read", lambda *files: " ".join(file.read_text() for file in files))
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "one.json").write_text("new")
+    (tmp_path / "docs" / "prose.md").write_text("Between `<!-- table: FILE.json -->` and its end.\n")
+    for name in ("first.md", "deep/second.md"):
+        (tmp_path / "docs" / name).write_text(f"above\n\n{table('one.json')}below\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("names", [["docs"], ["docs/first.md", "docs/deep/second.md"], ["docs/first.md", "docs"]])
+def test_report_updates_pages_and_folders(names, pages) -> None:
+    prose, renewed = (pages / "docs" / "prose.md").read_text(), table("one.json", "new\n")
+    assert report.main(["--update", *(str(pages / name) for name in names), str(pages / "results")]) == 0
+    for name in ("first.md", "deep/second.md"):
+        assert (pages / "docs" / name).read_text() == f"above\n\n{renewed}below\n"
+    assert (pages / "docs" / "prose.md").read_text() == prose
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("docs/prose.md", None, "the page has no table"),
+        ("results", None, "no page in it has a table"),
+        ("docs/open.md", f"<!-- table: one.json -->\n\n{table('one.json')}", "each table needs both"),
+        ("docs/gone.md", None, "No such file"),
+        ("docs/other.md", table("other.json"), "other.json"),
+    ],
+)
+def test_report_updates_all_pages_or_none(name, text, told, pages, capsys) -> None:
+    """An error names the page that it is about, and no page is written."""
+    if text is not None:
+        (pages / name).write_text(text)
+    first = (pages / "docs" / "first.md").read_text()
+    assert report.main(["--update", str(pages / "docs" / "first.md"), str(pages / name), str(pages / "results")]) == 1
+    said = capsys.readouterr().err.partition("Error: ")[2]
+    assert name in said and told in said
+    assert (pages / "docs" / "first.md").read_text() == first
+
+
+def test_report_needs_a_page_and_a_folder(pages) -> None:
+    assert report.main(["--update", str(pages / "results")]) == 2
+
+
 def test_info_says_why_not(monkeypatch) -> None:
     assert info.collect()["backends"]["cpu"] == "available"
 

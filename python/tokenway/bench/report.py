@@ -1,9 +1,12 @@
 """A benchmark's JSON for people: on a terminal, as Markdown, and in a page.
 
-python -m tokenway.bench.report FILE.json ...           prints the tables
-python -m tokenway.bench.report --update PAGE.md DIR    puts those of DIR into a page, each between
-                                                        <!-- table: FILE.json --> and <!-- end of table -->;
-                                                        of several files, one table of all their rows
+python -m tokenway.bench.report FILE.json ...               prints the tables
+python -m tokenway.bench.report --update PAGE.md ... DIR    puts those of DIR into pages, each between
+                                                            <!-- table: FILE.json --> and <!-- end of table -->;
+                                                            of several files, one table of all their rows
+
+A folder among the pages stands for all pages in it, and in folders of it, that have tables. A page without tables is an
+error, as is a folder in which no page has any; then no page is written.
 """
 
 from __future__ import annotations
@@ -131,7 +134,8 @@ def together(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-BLOCK = re.compile(r"(<!-- table: (\S+(?: \S+)*) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+BEGIN, END = "<!-- table: ", "<!-- end of table -->"
+BLOCK = re.compile(rf"^({BEGIN}(\S+(?: \S+)*) -->\n).*?^({END})$", re.DOTALL | re.MULTILINE)
 
 
 def read(*paths: Path) -> str:
@@ -145,15 +149,47 @@ def update(page: str, folder: Path) -> str:
     return BLOCK.sub(lambda m: f"{m[1]}{read(*(folder / name for name in m[2].split()))}\n{m[3]}", page)
 
 
+def tables_of(page: Path) -> list[str]:
+    """The files that each table of a page is made of."""
+    text = page.read_text("utf-8")
+    begun, ended = (len(re.findall(rf"^{mark}", text, re.MULTILINE)) for mark in (BEGIN, END))
+    found = [match[2] for match in BLOCK.finditer(text)]
+    if not len(found) == begun == ended:
+        raise ValueError(f"{page}: {begun} times {BEGIN}... --> and {ended} times {END}: each table needs both")
+    return found
+
+
+def renewed(page: Path, folder: Path) -> str:
+    """The text of a page with its tables made anew; an error names the page."""
+    try:
+        return update(page.read_text("utf-8"), folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{page}: {type(error).__name__}: {error}") from error
+
+
+def pages_of(places: Sequence[Path]) -> list[Path]:
+    """Pages, and of folders all pages that have tables."""
+    pages = []
+    for place in places:
+        found = [page for page in (sorted(place.rglob("*.md")) if place.is_dir() else [place]) if tables_of(page)]
+        if not found:
+            kind = "no page in it has a table" if place.is_dir() else "the page has no table"
+            raise ValueError(f"{place}: {kind} ({BEGIN}FILE.json --> and {END})")
+        pages += found
+    return list(dict.fromkeys(pages))
+
+
 def main(argv: Sequence[str]) -> int:
-    """Prints the tables of files, or updates a page."""
-    if not argv or (argv[0] == "--update" and len(argv) != 3):
+    """Prints the tables of files, or updates pages."""
+    if not argv or (argv[0] == "--update" and len(argv) < 3):
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
     try:
         if argv[0] == "--update":
-            page = Path(argv[1])
-            page.write_text(update(page.read_text("utf-8"), Path(argv[2])), "utf-8")
+            *places, folder = map(Path, argv[1:])
+            made = {page: renewed(page, folder) for page in pages_of(places)}
+            for page, text in made.items():
+                page.write_text(text, "utf-8")
         else:
             print("\n\n".join(read(Path(name)) for name in argv))
     except (OSError, ValueError, KeyError, TypeError) as error:
