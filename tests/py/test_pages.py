@@ -16,6 +16,7 @@ from tokenway.bench import peers, report
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 README, DOCS = ROOT / "README.md", ROOT / "docs"
+PERFORMANCE = DOCS / "PERFORMANCE.md"
 GUIDE, COMPARISON, SERVING = DOCS / "GUIDE.md", DOCS / "COMPARISON.md", DOCS / "SERVING.md"
 
 
@@ -27,16 +28,36 @@ def programs(page: Path) -> list[str]:
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+@pytest.mark.parametrize(("page", "most"), [(README, 200), (PERFORMANCE, 300)], ids=["README", "PERFORMANCE"])
+def test_the_first_pages_are_short(page: Path, most: int) -> None:
+    """What is beyond goes to pages of its own: of PERFORMANCE.md, in docs/performance."""
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= most
 
 
-@pytest.mark.parametrize(("page", "tables"), [(README, 1), (COMPARISON, 1)], ids=["README", "COMPARISON"])
-def test_tables_are_those_of_the_files(page: Path, tables: int) -> None:
-    """python -m tokenway.bench.report --update PAGE bench/results puts them right."""
+PAGES = report.pages_of([README, DOCS])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_tables_are_those_of_the_files(page: Path) -> None:
+    """python -m tokenway.bench.report --update README.md docs bench/results puts them right."""
     text = page.read_text(encoding="utf-8")
-    assert len(report.BLOCK.findall(text)) == tables
     assert report.update(text, RESULTS) == text
+
+
+def test_tables_stand_in_one_page_each() -> None:
+    assert {README, COMPARISON, PERFORMANCE} < set(PAGES)
+    files = [name for page in PAGES for tables in report.tables_of(page) for name in tables.split()]
+    assert sorted(files) == sorted(set(files))
+
+
+def test_results_are_found_from_one_page() -> None:
+    """PERFORMANCE.md links every page of docs/performance, and names every file of results."""
+    text = PERFORMANCE.read_text(encoding="utf-8")
+    for page in (DOCS / "performance").glob("*.md"):
+        assert f"](performance/{page.name}" in text
+    for file in RESULTS.glob("*.json"):
+        several = re.sub(r"-\d+(-sms)?$", r"-N\1", file.stem)  # nvlink-local-N, nvlink-flat-N-sms
+        assert any(f"{name}`" in text or f"{name}.json" in text for name in (file.stem, several)), file.name
 
 
 @pytest.mark.parametrize("theme", list(peers.THEMES))
@@ -92,7 +113,7 @@ def test_whom_the_readme_advises() -> None:
     more = {name: us["place"] / us["buffer"] - 1 for name, us in now.items()}
     assert all(more[f"low_latency {count}"] < 0.02 for count in (1, 8, 32, 128, 512))
     assert round(100 * more["low_latency 4096"]) == round(100 * more["high_throughput 4096"]) == 6
-    assert "cost nothing](docs/PERFORMANCE.md#in-place) up to 512 tokens, but 6 % at 4096" in text
+    assert "cost nothing](docs/performance/exchange.md#in-place) up to 512 tokens, but 6 % at 4096" in text
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------

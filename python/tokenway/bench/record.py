@@ -1,7 +1,8 @@
-"""Measures what docs/PERFORMANCE.md and docs/notebook show: python -m tokenway.bench.record FOLDER [NAME ...]
+"""Measures what the pages show: python -m tokenway.bench.record FOLDER [NAME ...]
 
-One JSON file per table, named as the table is; with names, only those: "gpu" is all that need GPUs, which are left out
-without a name. The machine should be quiet.
+The pages are docs/PERFORMANCE.md and those of docs/performance and docs/notebook. One JSON file per table, named as the
+table is; with names, only those: "gpu" is all that need GPUs, which are left out without a name. The machine should be
+quiet.
 """
 
 from __future__ import annotations
