@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
+import frameworks
 import numpy as np
 from frameworks import steps
 from harness import PATIENT
 
 
-def begin(store: str, ranks: int) -> tuple[int, Any]:
-    """(rank, device) of a process in a process group of gloo: on the CPU, or where there are as many devices as ranks
-    on one each."""
-    import torch
-    import torch.distributed as dist
-
+def begin(store: str, ranks: int, blocking: bool = True) -> tuple[int, Any]:
+    """(rank, device) of a process in a process group, as `frameworks.begin`, whose peers are patient."""
     from tokenway.integrations import groups
 
-    rank = int(os.environ["TOKENWAY_RANK"])
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= ranks:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    rank, device = frameworks.begin(store, ranks, blocking)
     groups.of(None, device=device, timeout=PATIENT)
     return rank, device
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import need
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,62 @@ GUIDE = ROOT / "docs" / "FRAMEWORKS.md"
 # Packages that `make test-frameworks` has and no other target: scripts/setup.sh.
 APART = ROOT / ".venv" / "frameworks"
 SGLANG_APART = ROOT / ".venv" / "sglang"
+
+
+_here: list[Any] = []  # the device of this process's rank
+
+
+def devices() -> int:
+    """How many CUDA devices ranks may have."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def on_devices(ranks: int = 2) -> bool:
+    """Whether so many ranks have a device each. Of fewer devices none is used (`need_devices`)."""
+    return devices() >= ranks
+
+
+def need_devices(ranks: int = 2) -> None:
+    """Skips where there are devices, but not one for each rank: frameworks take the device that they find, and NCCL
+    refuses two ranks on one."""
+    if 0 < devices() < ranks:
+        pytest.skip(f"{ranks} ranks need a device each, or a machine without any; there are {devices()}")
+
+
+def begin(store: str | Path, ranks: int, blocking: bool = True) -> tuple[int, Any]:
+    """(rank, device) of a process in the default process group: on the CPU over gloo, or on a device each, whose
+    tensors go over NCCL, while what frameworks tell each other on the host still goes over gloo.
+
+    blocking: calls return their own errors on devices too, as the tests of errors expect."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["TOKENWAY_RANK"])
+    torch.set_num_threads(1)  # ranks share the cores
+    device, backend = torch.device("cpu"), "gloo"
+    if on_devices(ranks):
+        # Before the first call of Tokenway's, which reads it; RANK and the like are the business of who wants them.
+        os.environ["TOKENWAY_BLOCKING"] = "1" if blocking else "0"
+        device, backend = torch.device("cuda", rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)  # where frameworks and NCCL look
+    _here[:] = [device]
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    return rank, device
+
+
+def here() -> Any:
+    """The device of this rank, once it has begun: inputs, which are drawn on the CPU so that both have the same, are
+    moved to it."""
+    return _here[0]
+
+
+def within(tolerance: float, ranks: int = 2) -> float:
+    """How far results may lie from one rank's. On devices five times as far as on CPUs: cuBLAS takes its kernel by the
+    shape, so that products of a share of the rows or heads add in other blocks, and some kernels add in no fixed
+    order. A mutation's two per cent are far more in float32."""
+    return 5 * tolerance if on_devices(ranks) else tolerance
 
 
 def programs_of(heading: str) -> list[str]:

@@ -243,6 +243,7 @@ def local_calls(buffer: Any, device: Any) -> dict[str, Any]:
     import torch
 
     x = torch.ones(2, HIDDEN, device=device)
+    none = torch.tensor([[9, 1], [-1, 8]], device=device)
     cls = type(buffer)
     return {
         "no group": attempt(cls, None),
@@ -252,8 +253,8 @@ def local_calls(buffer: Any, device: Any) -> dict[str, Any]:
         "no choice": attempt(buffer.dispatch, x),
         "mask": attempt(buffer.low_latency_update_mask_buffer, 1, True),
         "odd": attempt(cls.set_num_sms, 3),
-        "experts": attempt(buffer.get_dispatch_layout, torch.zeros(2, 3, dtype=torch.int64), 7),
-        "no expert": [array(x) for x in buffer.get_dispatch_layout(torch.tensor([[9, 1], [-1, 8]]), 8)[:4:2]],
+        "experts": attempt(buffer.get_dispatch_layout, torch.zeros(2, 3, dtype=torch.int64, device=device), 7),
+        "no expert": [array(x) for x in buffer.get_dispatch_layout(none, 8)[:4:2]],
     }
 
 

@@ -158,7 +158,7 @@ def rank_main(store: str) -> dict[str, Any]:
 
     from tokenway.compat.deep_ep import Buffer, ElasticBuffer
 
-    rank, device = begin(store, 2)
+    rank, device = begin(store, 2, blocking=False)
     buffer = Buffer(dist.group.WORLD)
     second = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=TOKENS)
     found = {

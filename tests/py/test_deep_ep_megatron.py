@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_megatron
 from deep_ep_ranks import attempt, begin, end
-from frameworks import mutated, need_version, steps
+from frameworks import mutated, need_devices, need_version, steps
 from harness import HANGS
 from test_megatron import PINNED, alone, config_of, gradients_of, spec_of, weigh
 
@@ -111,6 +111,7 @@ def rank_main(store: str) -> dict[str, Any]:
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
     need_version("megatron-core", PINNED)
+    need_devices()
     return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flex") / "store"), timeout=4 * HANGS)
 
 

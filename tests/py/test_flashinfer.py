@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import mutated, need_version, programs_of, steps
+from frameworks import begin, here, mutated, need_devices, need_version, on_devices, programs_of, steps
 from harness import HANGS, PATIENT, said
 
 import tokenway as tw
@@ -44,7 +43,7 @@ def exchanged(comm: Any, case: str, rank: int) -> dict[str, Any]:
     import torch
 
     _, dtype, scaled, bound, weighted, id_dtype = CASES[case]
-    rows, ids, weights = (torch.from_numpy(x) for x in batch(case, rank))
+    rows, ids, weights = (torch.from_numpy(x).to(here()) for x in batch(case, rank))
     values = rows.to(getattr(torch, dtype)) if dtype != "uint8" else rows[:, ::2].to(torch.uint8)
     scales = rows[:, : scaled[1]].float().to(getattr(torch, scaled[0])) if scaled else None
     came = comm.dispatch(
@@ -55,22 +54,22 @@ def exchanged(comm: Any, case: str, rank: int) -> dict[str, Any]:
         max_tokens_per_rank=bound,
     )
     first = rank * comm.num_local_experts
-    here = (came.topk_ids >= first) & (came.topk_ids < first + comm.num_local_experts)
-    factors = torch.where(here, (came.topk_ids + 1) * (1 if came.topk_weights is None else came.topk_weights), 0)
+    ours = (came.topk_ids >= first) & (came.topk_ids < first + comm.num_local_experts)
+    factors = torch.where(ours, (came.topk_ids + 1) * (1 if came.topk_weights is None else came.topk_weights), 0)
     told = came.hidden_states.view(torch.uint8) if dtype.startswith("float8") else came.hidden_states
     used = came.topk_ids != INVALID  # a row that has a token has a choice that is somebody's
     found = {
-        "rows": torch.where(used.any(1, keepdim=True), told.float(), 0).numpy(),
-        "ids": came.topk_ids.numpy().copy(),
-        "weights": None if came.topk_weights is None else came.topk_weights.numpy().copy(),
-        "scales": None if scales is None else came.hidden_states_scale.float().numpy().copy(),
+        "rows": torch.where(used.any(1, keepdim=True), told.float(), 0).cpu().numpy(),
+        "ids": came.topk_ids.cpu().numpy().copy(),
+        "weights": None if came.topk_weights is None else came.topk_weights.cpu().numpy().copy(),
+        "scales": None if scales is None else came.hidden_states_scale.float().cpu().numpy().copy(),
         "shape": (came.tokens_per_rank, len(came.hidden_states), str(came.topk_ids.dtype)),
     }
-    made = torch.zeros(len(told), HIDDEN, dtype=comm.params.token_dtype)
+    made = torch.zeros(len(told), HIDDEN, dtype=comm.params.token_dtype, device=here())
     known = came.hidden_states if dtype != "uint8" else came.hidden_states.repeat_interleave(2, dim=1)
     made[used.any(1)] = (known.float() * factors.sum(1, keepdim=True))[used.any(1)].to(made.dtype)
     out = comm.combine(made if case != "a bound" else made.view(2, came.tokens_per_rank, HIDDEN))
-    return found | {"out": out.float().numpy(), "buffer": comm.get_combine_input_buffer(made.dtype)}
+    return found | {"out": out.float().cpu().numpy(), "buffer": comm.get_combine_input_buffer(made.dtype)}
 
 
 def judge(case: str, ranks: list[dict[str, Any]]) -> None:
@@ -127,15 +126,24 @@ def attempt(function: Any, *args: Any) -> Any:
         return type(error).__name__, str(error)
 
 
+def ones() -> tuple[Any, Any, Any]:
+    """(rows, ids, weights) of two tokens."""
+    import torch
+
+    given = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
+    return tuple(each.to(here()) for each in given)  # type: ignore[return-value]
+
+
 def refused(comm: Any) -> list[Any]:
     """What ranks are told of calls that are wrong on both; after each of them the right ones go on."""
     import torch
 
-    x, ids, weights = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
-    told = [attempt(comm.combine, torch.zeros(2 * MOST, HIDDEN))]
+    x, ids, weights = ones()
+    rows = torch.zeros(2 * MOST, HIDDEN, device=here())
+    told = [attempt(comm.combine, rows)]
     comm.dispatch(x, ids, weights)
     told.append(attempt(comm.dispatch, x, ids, weights))
-    told.append(attempt(comm.combine, torch.zeros(2 * MOST, HIDDEN)))
+    told.append(attempt(comm.combine, rows))
     told.append(attempt(lambda: comm.dispatch(x, ids, weights, eplb_local_stats=x)))
     return told
 
@@ -157,30 +165,35 @@ WRONG_ROWS: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
+def wrong_dispatches() -> dict[str, tuple[Any, str, str]]:
+    """Those that are refused: devices read ids themselves, where ids of no expert are nobody's."""
+    return {name: case for name, case in WRONG_DISPATCHES.items() if name != "ids" or not on_devices()}
+
+
 def wrong_alone(comm: Any, rank: int) -> dict[str, Any]:
     """What ranks are told where rank 1 alone calls wrongly, or leaves a combine out as experts raise."""
     import torch
 
-    x, ids, weights = torch.ones(2, HIDDEN), torch.tensor([[0, 1, 5]] * 2), torch.ones(2, TOP_K)
+    x, ids, weights = ones()
 
     def dispatch(x: Any = x, ids: Any = ids, scales: Any = None, bound: Any = 2, stats: Any = None) -> None:
         given = {"hidden_states_scale": scales, "max_tokens_per_rank": bound, "eplb_local_stats": stats}
         comm.dispatch(x, ids, weights, **given)
 
     told: dict[str, Any] = {}
-    for name, (wrong, *_) in WRONG_DISPATCHES.items():
-        given = {"scales": torch.ones(2, 3)}
+    for name, (wrong, *_) in wrong_dispatches().items():
+        given = {"scales": torch.ones(2, 3, device=here())}
         given |= wrong(x, ids, given["scales"]) if rank == 1 else {}
         told[name] = attempt(partial(dispatch, **given))
     for name, (shape, _) in WRONG_ROWS.items():
         dispatch()
-        told[name] = attempt(comm.combine, torch.zeros((4, HIDDEN) if rank == 0 else shape))
+        told[name] = attempt(comm.combine, torch.zeros((4, HIDDEN) if rank == 0 else shape, device=here()))
     dispatch()
-    told["left out"] = attempt(comm.combine, torch.zeros(4, HIDDEN)) if rank == 0 else attempt(dispatch)
+    told["left out"] = attempt(comm.combine, torch.zeros(4, HIDDEN, device=here())) if rank == 0 else attempt(dispatch)
     if rank == 0:
         told["next"] = attempt(dispatch)
     dispatch()
-    columns = torch.arange(HIDDEN).float()[None, :, None].repeat(2, 1, 2)
+    columns = torch.arange(HIDDEN, device=here()).float()[None, :, None].repeat(2, 1, 2)
     told["not contiguous"] = attempt(lambda: comm.combine(columns.transpose(1, 2)).tolist())
     return told
 
@@ -212,9 +225,7 @@ def rank_main(store: str) -> Any:
 
     from tokenway.integrations import flashinfer, groups
 
-    rank = int(os.environ["TOKENWAY_RANK"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank, device = begin(store, 2)
     bootstrap = BootstrapConfig(world_size=2, rank=rank)
 
     def created(adapter: Any, dtype: torch.dtype, name: str = "tokenway", given: Any = bootstrap) -> Any:
@@ -231,8 +242,8 @@ def rank_main(store: str) -> Any:
     names: dict[str, Any] = {}
     (program,) = programs_of("FlashInfer")
     exec(program, names)
-    of_guide = names["step"](bootstrap, *(torch.from_numpy(x) for x in batch("float32", rank)))
-    found["guide"] = of_guide.float().numpy()
+    of_guide = names["step"](bootstrap, *(torch.from_numpy(x).to(device) for x in batch("float32", rank)))
+    found["guide"] = of_guide.float().cpu().numpy()
     found["misplaced"] = misplaced(lambda given: created(flashinfer, torch.float32, given=given), rank)
     found["refused"] = refused(of["float32"])
     found["after"] = exchanged(of["float32"], "float32", rank)
@@ -251,6 +262,7 @@ def rank_main(store: str) -> Any:
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
     need_version("flashinfer-python", PINNED)
+    need_devices()
     # Many parts, each of which may take its time; those that hang end by the timeouts within.
     return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("flashinfer") / "store"), timeout=6 * HANGS)
 
@@ -289,7 +301,7 @@ def test_what_is_refused(ran) -> None:
 def test_peers_hear_of_what_is_refused(ran) -> None:
     """At once, or they would be told of a timeout; and the next call is as ever."""
     first, second = (found["wrong alone"] for found in ran)
-    wanted = {name: (result, sentence) for name, (_, result, sentence) in WRONG_DISPATCHES.items()}
+    wanted = {name: (result, sentence) for name, (_, result, sentence) in wrong_dispatches().items()}
     wanted |= {name: ("InvalidArgument", sentence) for name, (_, sentence) in WRONG_ROWS.items()}
     wanted["left out"] = "InvalidUsage", "a dispatch follows another one without a combine"
     for name, (result, sentence) in wanted.items():

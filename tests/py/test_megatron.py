@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
 import types
 from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import attempt, mutated, need_version, programs_of, steps, whole
+from frameworks import (
+    attempt,
+    begin,
+    here,
+    mutated,
+    need_devices,
+    need_version,
+    programs_of,
+    steps,
+    whole,
+    within,
+)
 from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
@@ -78,7 +88,7 @@ def alone() -> Any:
 
 
 def weigh(layer: Any, first: int, case: str = "") -> None:
-    """Sets parameters by an expert's number, so that ranks agree."""
+    """Sets parameters by an expert's number, so that ranks agree; they are drawn on the CPU."""
     import torch
 
     with torch.no_grad():
@@ -127,16 +137,16 @@ def gradients_of(layer: Any) -> list[Any]:
 def run_case(adapter: Any, groups_alone: Any, case: str, rank: int) -> dict[str, Any]:
     """A layer on both ranks, forward and backward, and Megatron's own on this one, which sees both batches."""
     settings, said_sizes, _ = CASES[case]
-    layer = spec_of(adapter, **said_sizes)(config=config_of(2, **settings), layer_number=1)
+    layer = spec_of(adapter, **said_sizes)(config=config_of(2, **settings), layer_number=1).to(here())
     weigh(layer, 2 * rank, case)
     before = steps()
-    found = trained(layer, batch(case, rank))
+    found = trained(layer, batch(case, rank).to(here()))
     found["experts"], found["steps"] = gradients_of(layer), steps() - before
-    own = spec_of()(config=config_of(1, **settings), layer_number=1, pg_collection=groups_alone)
+    own = spec_of()(config=config_of(1, **settings), layer_number=1, pg_collection=groups_alone).to(here())
     weigh(own, 0, case)
     every, wanted, rows = [], {}, 0
     for source in range(2):
-        each = trained(own, batch(case, source))
+        each = trained(own, batch(case, source).to(here()))
         every.append(gradients_of(own)[4 * rank : 4 * rank + 4])
         rows = rows + each["rows"][2 * rank : 2 * rank + 2]
         wanted = each if source == rank else wanted
@@ -159,7 +169,7 @@ def judge(ranks: list[dict[str, Any]]) -> None:
 
 def close(found: Any, wanted: Any) -> None:
     assert found.shape == wanted.shape and np.isfinite(found).all()
-    assert np.abs(found - wanted).max(initial=0) <= CLOSE * max(np.abs(wanted).max(initial=0), 1e-3)
+    assert np.abs(found - wanted).max(initial=0) <= within(CLOSE) * max(np.abs(wanted).max(initial=0), 1e-3)
 
 
 # name: (text of megatron_layer.py, what a later hand may make of it, the case whose test must fail)
@@ -191,12 +201,12 @@ def mutant(old: str, new: str) -> Any:
 
 def failing(adapter: Any, rank: int, experts: Any) -> Any:
     """Rank 1's experts do something else: what each is told, and how long it took."""
-    layer = spec_of(adapter, max_tokens=MOST)(config=config_of(2), layer_number=1)
+    layer = spec_of(adapter, max_tokens=MOST)(config=config_of(2), layer_number=1).to(here())
     weigh(layer, 2 * rank)
     kept = layer.experts.forward
     layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
     began = time.monotonic()
-    told = attempt(trained, layer, batch("uneven", rank))
+    told = attempt(trained, layer, batch("uneven", rank).to(here()))
     return told, time.monotonic() - began
 
 
@@ -259,10 +269,9 @@ def rank_main(store: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    rank = int(os.environ["TOKENWAY_RANK"])
-    torch.set_num_threads(1)
-    torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank, device = begin(store, 2)
+    if device.type == "cpu":
+        torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import CudaGraphScope
     from megatron.core.transformer.moe import moe_utils
@@ -280,10 +289,10 @@ def rank_main(store: str) -> Any:
     graphed = unlike(cuda_graph_impl="local", cuda_graph_scope=[CudaGraphScope.attn])
     found["graphs of attention"] = attempt(built, megatron, graphed)
     found["refused"] = [attempt(megatron.through_tokenway, spec_of().submodules.experts)]
-    unsaid = spec_of(megatron)(config=unlike(variable_seq_lengths=True), layer_number=1)
-    found["refused"].append(attempt(unsaid, batch("uneven", rank)))
-    many = spec_of(megatron, max_tokens=MOST)(config=config_of(2), layer_number=1)
-    found["refused"].append(attempt(many, torch.zeros(MOST + rank, 1, HIDDEN)))
+    unsaid = spec_of(megatron)(config=unlike(variable_seq_lengths=True), layer_number=1).to(device)
+    found["refused"].append(attempt(unsaid, batch("uneven", rank).to(device)))
+    many = spec_of(megatron, max_tokens=MOST)(config=config_of(2), layer_number=1).to(device)
+    found["refused"].append(attempt(many, torch.zeros(MOST + rank, 1, HIDDEN, device=device)))
     for name, (experts, *_) in FAILING.items():
         found[name] = failing(megatron, rank, experts)
     found["after"] = attempt(run_case, megatron, of_one, "uneven", rank)
@@ -303,6 +312,7 @@ def rank_main(store: str) -> Any:
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
     need_version("megatron-core", PINNED)
+    need_devices()
     # Many parts, each of which may take its time; those that hang end by the timeouts within.
     return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron") / "store"), timeout=6 * HANGS)
 

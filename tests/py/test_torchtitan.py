@@ -6,7 +6,6 @@ here, holds kernels for it, and the test puts a module without any in their plac
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 import types
@@ -16,7 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import GUIDE, attempt, mutated, need_version, packages_apart, programs_of, steps
+from frameworks import (
+    GUIDE,
+    attempt,
+    begin,
+    here,
+    mutated,
+    need_devices,
+    need_version,
+    packages_apart,
+    programs_of,
+    steps,
+    within,
+)
 from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
@@ -103,7 +114,7 @@ def built(case: dict[str, Any], config: Any) -> Any:
         if out is not None:  # tokens are positive, so nobody chooses these
             gate.abs_()
             gate[out] = -1
-    return layer.to(getattr(torch, case["dtype"]))
+    return layer.to(here(), getattr(torch, case["dtype"]))
 
 
 def batch(case: dict[str, Any], rank: int) -> Any:
@@ -111,7 +122,7 @@ def batch(case: dict[str, Any], rank: int) -> Any:
 
     x = torch.randn(*case["batch"], HIDDEN, generator=torch.Generator().manual_seed(20 + rank))
     x = x if case["router"] == "uneven" else x.abs()
-    return x.to(getattr(torch, case["dtype"]))
+    return x.to(here(), getattr(torch, case["dtype"]))
 
 
 def local(tensor: Any) -> Any:
@@ -126,10 +137,10 @@ def trained(layer: Any, x: Any) -> dict[str, Any]:
 
     x, rows = x.clone().requires_grad_(), []
     inner = next(module for name, module in layer.named_modules() if name.endswith("inner_experts"))
-    hook = inner.register_forward_pre_hook(lambda _, args: rows.append(args[1].numpy().copy()))
+    hook = inner.register_forward_pre_hook(lambda _, args: rows.append(args[1].cpu().numpy().copy()))
     layer.zero_grad()
     out = layer(x)
-    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)).sum().backward()
     hook.remove()
     found = {"out": local(out), "x": local(x.grad), "rows": rows[0]}
     for name, parameter in layer.named_parameters():
@@ -213,7 +224,7 @@ def judge(ranks: list[dict[str, Any]]) -> None:
 
 def close(found: Any, wanted: Any, tolerance: float) -> None:
     assert found.shape == wanted.shape and np.isfinite(found).all()
-    assert np.abs(found - wanted).max(initial=0) <= tolerance * max(np.abs(wanted).max(initial=0), 1e-3)
+    assert np.abs(found - wanted).max(initial=0) <= within(tolerance) * max(np.abs(wanted).max(initial=0), 1e-3)
 
 
 def run_alone() -> bool:
@@ -311,8 +322,8 @@ def run_refused(rank: int) -> list[Any]:
 def half(rank: int) -> tuple[Any, ...]:
     import torch
 
-    tokens = torch.zeros(3, HIDDEN, dtype=torch.float16, requires_grad=True)
-    return tokens, torch.ones(3, 2), torch.tensor([[0, 1]] * 3), torch.zeros(EXPERTS)
+    tokens = torch.zeros(3, HIDDEN, dtype=torch.float16, device=here(), requires_grad=True)
+    return tokens, *(x.to(here()) for x in (torch.ones(3, 2), torch.tensor([[0, 1]] * 3), torch.zeros(EXPERTS)))
 
 
 def run_guide() -> tuple[str, str]:
@@ -334,17 +345,14 @@ class NoKernels(types.ModuleType):
 
 
 def rank_main(store: str) -> Any:
-    import torch
     import torch.distributed as dist
 
-    rank = int(os.environ["TOKENWAY_RANK"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank, device = begin(store, 2)
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = NoKernels(kernels)
     from torchtitan.distributed import parallel_dims, utils
 
-    parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no device
+    parallel_dims.device_type = device.type  # it takes "cuda" where there is no device
     utils.set_spmd_backend("partial_dtensor")
     from tokenway.integrations import groups
 
@@ -367,6 +375,7 @@ def apart(torch: Any) -> Iterator[None]:
     with packages_apart():
         importlib.invalidate_caches()
         need_version("torchtitan", PINNED)
+        need_devices()
         yield
 
 

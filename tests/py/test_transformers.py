@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import need_version
+from frameworks import need_devices, need_version, within
 from harness import AT_ONCE, HANGS, said
 from transformers_ranks import EXPERTS, LAYERS, MODELS, MUTATIONS, NEW, WAYS, four_ranks, two_ranks
 
@@ -31,6 +31,7 @@ def pinned(torch: Any) -> None:
 @pytest.fixture(scope="module")
 def ran(pinned: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found, and rank 0's last words."""
+    need_devices()
     folder = tmp_path_factory.mktemp("transformers")
     with tw.Ranks(two_ranks, 2, str(folder)) as ranks:
         outcomes = ranks.wait(6 * HANGS)
@@ -47,12 +48,12 @@ def of(ran: list[dict[str, Any]], part: str) -> list[Any]:
     return [value for _, value in outcomes]
 
 
-def close(found: Any, wanted: Any, within: float = CLOSE) -> None:
-    """Of arrays: as large a difference as that part of the largest value."""
+def close(found: Any, wanted: Any, tolerance: float = CLOSE) -> None:
+    """Of arrays: as large a difference as that part of the largest value, or `frameworks.within` it on devices."""
     assert found.shape == wanted.shape
     scale = np.abs(wanted).max(initial=0.0)
     assert np.isfinite(found).all()
-    assert np.abs(found - wanted).max(initial=0.0) <= within * max(scale, 1e-3), (found, wanted)
+    assert np.abs(found - wanted).max(initial=0.0) <= within(tolerance) * max(scale, 1e-3), (found, wanted)
 
 
 # ---- what is judged --------------------------------------------------------------------------------------------------
@@ -120,6 +121,7 @@ def test_training(ran, name, way) -> None:
 @pytest.mark.long
 def test_two_batches_of_two_ranks_each(pinned, tmp_path) -> None:
     """Experts over four ranks, tensor-parallel attention over two, FSDP over these."""
+    need_devices(4)
     ran = tw.run(four_ranks, 4, str(tmp_path), timeout=6 * HANGS)
     judge_inference(of(ran, "inference qwen3 both"))
     judge_training(of(ran, "training qwen3 both"))
@@ -131,7 +133,7 @@ def test_checkpoints(ran) -> None:
 
 
 def test_implementations(ran) -> None:
-    """All ways in which transformers computes experts on a CPU."""
+    """All ways in which transformers computes experts, but for those of kernels that it fetches."""
     judge_implementations(of(ran, "implementations"))
 
 
@@ -147,14 +149,14 @@ def test_another_dtype(ran) -> None:
     """bfloat16 rows go through the window that was made for float32."""
     for each in of(ran, "bfloat16"):
         for found, wanted in zip(each["found"], each["wanted"], strict=True):
-            close(found, wanted, within=2**-7)
+            close(found, wanted, tolerance=2**-7)
         assert each["same group"] and each["steps"] == 4
 
 
 def test_float16(ran) -> None:
     """For inference; what is summed in training must have a wider range."""
     for each in of(ran, "float16"):
-        close(each["found"], each["wanted"], within=2**-9)
+        close(each["found"], each["wanted"], tolerance=2**-9)
         said(each["told"], "twInvalidArgument", "dtype is float16; to train with it must be float32 or bfloat16")
 
 

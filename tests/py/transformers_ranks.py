@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frameworks import mutated, programs_of, steps, whole
+from frameworks import begin, here, mutated, programs_of, steps, whole
 from harness import PATIENT, caught
 
 MODELS = ("qwen3", "mixtral")
@@ -59,7 +59,8 @@ def load(folder: Path, name: str, way: str | None, **settings: Any) -> Any:
         config = DistributedConfig(**sizes, ep_implementation=settings.pop("implementation", "tokenway"))
         settings["distributed_config"] = config
     settings.setdefault("dtype", torch.float32)
-    return AutoModelForCausalLM.from_pretrained(folder / name, **settings).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / name, **settings).eval()
+    return model if way is not None else model.to(here())  # transformers places those that ranks share
 
 
 def tokens(rank: int, way: str, sequences: int | None = None, length: int | None = None) -> Any:
@@ -69,7 +70,7 @@ def tokens(rank: int, way: str, sequences: int | None = None, length: int | None
 
     of = {"tp": 0, "fsdp": rank, "both": rank // 2}[way]
     shape = sequences or (2, 1)[of], length or (7, 5)[of]
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(11 + of))
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(11 + of)).to(here())
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -233,7 +234,8 @@ class Parts:
 
         rng = torch.Generator().manual_seed(3 + seed)
         ids = torch.rand(count, 8, generator=rng).topk(2).indices
-        return torch.randn(count, 32, generator=rng), ids, torch.rand(count, 2, generator=rng)
+        drawn = torch.randn(count, 32, generator=rng), ids, torch.rand(count, 2, generator=rng)
+        return tuple(each.to(here()) for each in drawn)  # type: ignore[return-value]
 
     def experts(self, way: str, counts: tuple[int, int], kind: str) -> dict[str, Any]:
         """A layer's experts alone, of so many tokens on each rank (for "tp" the first, on both): what comes back, and
@@ -367,7 +369,7 @@ def through(module: Any, x: Any, ids: Any, weights: Any, nobody: int = -1) -> li
     x, leaf = x.clone().requires_grad_(), weights.clone().requires_grad_()
     given = leaf if nobody < 0 else torch.where(ids >= 0, leaf, 0)
     out = module(x, torch.where(ids >= 0, ids, nobody), given)
-    towards = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    towards = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
     if out.requires_grad or nobody < 0:  # on one rank no tokens are no graph
         (out * towards).sum().backward()
     module.zero_grad()
@@ -427,15 +429,14 @@ EXPERTS = [(way, counts, kind) for way in WAYS for counts, kind in (((5, 3), "an
 EXPERTS += [("fsdp", (0, 0), "any"), ("tp", (1, 1), "any"), ("tp", (0, 0), "any")]
 
 
-def begun(store: str, names: tuple[str, ...], ways: tuple[str, ...]) -> Parts:
+def begun(store: str, names: tuple[str, ...], ways: tuple[str, ...], blocking: bool = True) -> Parts:
     """The parts of this rank, and their models."""
-    import torch
     import torch.distributed as dist
 
-    folder, rank, nranks = Path(store), int(os.environ["TOKENWAY_RANK"]), os.environ["TOKENWAY_NRANKS"]
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": nranks, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    torch.set_num_threads(1)  # ranks share the cores
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=int(nranks))
+    folder, rank, nranks = Path(store), int(os.environ["TOKENWAY_RANK"]), int(os.environ["TOKENWAY_NRANKS"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nranks)}  # as torchrun does
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    begin(folder / "store", nranks, blocking)
     from tokenway.integrations import transformers as adapter
 
     adapter.register(max_tokens=MOST, timeout=PATIENT)
