@@ -10,6 +10,7 @@
 
     suite      the tests of behaviour of tests/py against the nvlink backend
     nccl       the same against the portable one, over NCCL, and what sets that apart
+    frameworks the tests of integrations, with a device for each rank; those whose framework is missing are skipped
     gpu        tests/gpu: what only a GPU has, also with two processes to a device
     soak       random rounds and graph replays on a process for each device, a short form by default
     sanitize   compute-sanitizer, memcheck and racecheck, over a small workload
@@ -77,7 +78,23 @@ BEHAVIOUR = (
     "scales",
     "expert_views",
 )
-BUDGET = {"suite": 600, "nccl": 720, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
+FRAMEWORKS = (
+    "deep_ep",
+    "deep_ep_elastic",
+    "deep_ep_graphs",
+    "deep_ep_late",
+    "deep_ep_low_latency",
+    "deep_ep_megatron",
+    "deep_ep_streams",
+    "transformers",
+    "transformers_graphs",
+    "megatron",
+    "flashinfer",
+    "torchtitan",
+    "vllm",
+    "sglang",
+)
+BUDGET = {"suite": 600, "nccl": 720, "frameworks": 600, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
 TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)
 NO_TESTS = 5  # pytest's exit code where -k chose none
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
@@ -121,6 +138,9 @@ def of_pytest(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Co
         every = shares.Share(part, shares.workers(1, args.company)[0])
         runs = [(every, [*behaviour, "--backend", "nccl", "--rounds", "60"])]
         runs.append((shares.Share(f"{part}: gpu"), [str(here / "test_nccl.py")]))
+    elif part == "frameworks":  # each file's ranks are started once, and find their devices (tests/py/frameworks.py)
+        every = shares.Share(part, *shares.workers(1, args.company, dist="loadfile"))
+        runs = [(every, [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in FRAMEWORKS])]
     else:  # they tell of times, so that nobody else may be on their devices
         own = [str(here), "--ignore", str(here / "test_nccl.py")]
         runs = [(share, own) for share in shares.shared_out(part, devices, 1)]

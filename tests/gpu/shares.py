@@ -42,11 +42,12 @@ class Share:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def workers(count: int, company: int, shares: str = "") -> tuple[list[str], dict[str, str]]:
-    """Options and environment for so many pytest workers, `company` to each set of devices."""
+def workers(count: int, company: int, shares: str = "", dist: str = "worksteal") -> tuple[list[str], dict[str, str]]:
+    """Options and environment for so many pytest workers, `company` to each set of devices. dist: how these share out
+    tests, as pytest-xdist has it."""
     if count * company < 2 or importlib.util.find_spec("xdist") is None:
         return [], {}
-    return ["-n", str(count * company), "--dist", "worksteal"], {"TOKENWAY_TEST_SHARES": shares} if shares else {}
+    return ["-n", str(count * company), "--dist", dist], {"TOKENWAY_TEST_SHARES": shares} if shares else {}
 
 
 def shared_out(name: str, devices: list[str], company: int) -> Iterator[Share]:
