@@ -1,9 +1,10 @@
-"""DeepEP's second API, `ElasticBuffer`: dispatch and combine, over Tokenway's groups."""
+"""DeepEP's second API, `ElasticBuffer`, over Tokenway's groups; and what `EPBuffer`, in `ep`, has in common with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,14 +13,15 @@ import tokenway as tw
 from tokenway.compat.deep_ep import ranks
 from tokenway.compat.deep_ep.config import not_served
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap, handle_of
-from tokenway.compat.deep_ep.expanded import NUMBER, WEIGHTS, Expanded, Plan
-from tokenway.compat.deep_ep.normal import SCALES, Rows
+from tokenway.compat.deep_ep.expanded import NUMBER, WEIGHTS, Expanded, Plan, nothing
+from tokenway.compat.deep_ep.normal import SCALES, Rows, refuse_dispatch
 from tokenway.integrations import groups
+from tokenway.pytorch.gradients import telling
 
 
 class EPHandle:
-    """Of a dispatch: what `ElasticBuffer.combine`, and dispatches by the same routing, take. N ranks, L experts of this
-    rank; R rows that come by source, or as many as can come where the host did not wait.
+    """Of a dispatch: what `combine`, and dispatches by the same routing, take. N ranks, L experts of this rank; R rows
+    that come by source, or as many as can come where the host did not wait.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms, topk_idx: as they were given.
     num_recv_tokens: R. num_expanded_tokens: rows by expert. num_recv_tokens_per_expert_list: rows of each expert,
@@ -103,57 +105,37 @@ class EPHandle:
         return found.scatter_(0, rows, plan.numbers.view(-1)[: len(rows)].long())[:-1]
 
 
-class ElasticBuffer:
-    """What DeepEP 2 calls a buffer: dispatches, whose bound all ranks know, and combines, of a process group.
+class Asked(NamedTuple):
+    """Of a dispatch. columns: scales by column; copies: the handle has a copy of topk_idx; checks: raises
+    InvalidArgument for what else is wrong of it, before anything is sent."""
 
-    Making one is not collective and takes no memory: groups are made as those of `Buffer`, with which it shares them,
-    for `num_max_tokens_per_rank` tokens of a rank, alike on all ranks, here or in a call. num_topk, hidden, bytes, QPs,
-    modes and timeouts are kept or dropped, and change nothing. All ranks are one domain (`num_scaleup_ranks`).
+    experts: int | None
+    bound: int | None
+    alignment: int | None
+    waits: bool | None
+    expand: bool
+    columns: bool
+    copies: bool
+    sms: int
+    checks: Callable[[], None]
 
-    Streams, steps and errors are those of `Buffer`. `deterministic` is always so. Sums are float32 over a rank's
-    experts, rounded once, and over ranks ascending."""
 
-    def __init__(
-        self,
-        group: Any,
-        num_bytes: int | None = None,
-        num_cpu_bytes: int = 0,
-        num_max_tokens_per_rank: int = 0,
-        hidden: int = 0,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        deterministic: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-        prefer_overlap_with_compute: bool = True,
-        sl_idx: int = 3,
-        num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: int = 300,
-        num_gpu_timeout_secs: int = 100,
-        explicitly_destroy: bool = False,
-    ):
+class Bounded:
+    """What `ElasticBuffer` and `EPBuffer` have in common: dispatches, whose bound all ranks know, and combines, of a
+    process group. Groups are those of `Buffer`, made in the first call that needs them."""
+
+    def __init__(self, group: Any, num_max_tokens_per_rank: int, explicitly_destroy: bool, patience: float):
         self.group = group
         self.rank_idx = self.scaleup_rank_idx = self.rank = group.rank()
         self.num_ranks = self.num_scaleup_ranks = self.num_nvlink_ranks = self.group_size = group.size()
         self.num_scaleout_ranks, self.scaleout_rank_idx, self.num_rdma_ranks = 1, 0, 1
-        self.num_max_tokens_per_rank, self.num_bytes = num_max_tokens_per_rank, num_bytes or 0
-        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
-        self.allow_multiple_reduction = allow_multiple_reduction
-        self.prefer_overlap_with_compute = prefer_overlap_with_compute
-        self.num_allocated_qps, self.explicitly_destroy = num_allocated_qps, explicitly_destroy
-        self._patience = float(num_cpu_timeout_secs)  # of barriers at a store
+        self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
+        self._patience = patience  # seconds, of barriers at a store
 
     def destroy(self) -> None:
         """As `Buffer.destroy`."""
-        assert self.explicitly_destroy, "explicitly_destroy must be set to destroy an ElasticBuffer"
+        assert self.explicitly_destroy, f"explicitly_destroy must be set to destroy an {type(self).__name__}"
         ranks.close(self.group)
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, *_: Any, **__: Any
-    ) -> int:
-        """A number for num_bytes: of bfloat16 rows, from each rank. Tokenway's windows follow what is sent."""
-        return 2 * hidden * num_max_tokens_per_rank * group.size()
 
     @staticmethod
     def capture() -> EventHandle:
@@ -182,11 +164,138 @@ class ElasticBuffer:
         """0: Tokenway has none."""
         return 0
 
-    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Waits on the host for all ranks to come here, and for what their devices are doing. Collective."""
+    def _meet(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         groups.barrier(self.group, self._patience)
+
+    def _dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        stats: Tensor | None,
+        handle: EPHandle | None,
+        asked: Asked,
+        events: tuple[Any, Any],
+        asynchronous: bool,
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """As `ElasticBuffer.dispatch`. stats: counts of experts' rows, to be added to. events: before the call, and
+        before what follows its kernels."""
+        given = x if isinstance(x, (tuple, list)) else (x,)
+        here, peers = ranks.of(self.group, given[0].device)
+        inputs = *given, topk_idx, topk_weights, stats
+        if handle is not None:
+            plan = checked(handle).plan
+            inputs += plan.ids, plan.origins, plan.counts
+        with here.streams.call(events[0], asynchronous, inputs) as call:
+            _wait(events[1])
+            if handle is None:
+                if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or asked.experts is None:
+                    raise tw.InvalidArgument.of("topk_idx", "[T, K] and num_experts must be given, or a handle")
+                bound = asked.bound or self.num_max_tokens_per_rank
+                plan = Plan(None, asked.expand, bound, asked.alignment or 1, asked.waits is None or asked.waits)
+                exchange = here.expanded(peers, asked.experts, topk_idx.shape[-1])
+                with telling(partial(exchange.refuse, plan)):
+                    asked.checks()
+                rows = Rows.of(x, **{NUMBER: self._numbers(bound, given[0])})
+                exchange.route(rows, topk_idx, topk_weights, plan, asked.sms)
+                found = exchange.send(plan, rows, asked.sms, asked.columns, True)
+                ids, weights = found.get("ids"), found["weights"]
+                if ids is not None:
+                    weights.masked_fill_(ids < 0, 0)
+                handle = EPHandle(plan, exchange, topk_idx.clone() if asked.copies else topk_idx, asked.sms)
+                if stats is not None:
+                    stats += handle.num_unaligned_recv_tokens_per_expert
+            else:
+                with telling(lambda: refuse_dispatch(plan.handle.group, plan.handle, plan.layout)):
+                    asked.checks()
+                rows = Rows.of(x, **({} if topk_weights is None else {WEIGHTS: topk_weights}))
+                found = handle.exchange.send(plan, rows, asked.sms, asked.columns, False)
+                ids = None if plan.ids is None else plan.ids.clone()
+                weights = None if topk_weights is None else _weights(plan, found[WEIGHTS])
+            scales = found.get(SCALES)
+            if scales is not None and asked.columns:
+                scales = scales.t()[: plan.size]
+            call.gives(found["tokens"], scales, ids, weights, handle.topk_idx)
+            call.gives(plan.counts, plan.numbers, plan.offsets, plan.origins, plan.ids)
+        return rows.like(found["tokens"], scales), ids, None if topk_weights is None else weights, handle, call.event
+
+    def _combine(
+        self,
+        x: Tensor,
+        handle: Any,
+        topk_weights: Tensor | None,
+        bias: Any,
+        sms: int,
+        events: tuple[Any, Any],
+        asynchronous: bool,
+        later: bool = False,
+        checks: Callable[[], None] = nothing,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap, Callable[[], None]]:
+        """As `ElasticBuffer.combine`, and what receives its results, which is done already, unless `later`."""
+        exchange, plan = checked(handle).exchange, handle.plan
+        here, _ = ranks.of(self.group, x.device)
+        inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,))
+        with here.streams.call(events[0], asynchronous, inputs) as call:
+            _wait(events[1])
+            sms = sms or handle.num_sms
+            out, weights, receive = exchange.gather(plan, x, topk_weights, bias, sms, later, checks)
+            call.gives(out, weights)
+        return out, weights, call.event, receive
+
+    def _numbers(self, bound: int, values: Tensor) -> Tensor:
+        """[T, 1] int32: of this rank's tokens among those of all ranks."""
+        first, count = self.rank_idx * bound, values.shape[0] if values.dim() else 0
+        return torch.arange(first, first + count, dtype=torch.int32, device=values.device).view(-1, 1)
+
+
+class ElasticBuffer(Bounded):
+    """What DeepEP 2 calls a buffer: dispatches, whose bound all ranks know, and combines, of a process group.
+
+    Making one is not collective and takes no memory: groups are made as those of `Buffer`, with which it shares them,
+    for `num_max_tokens_per_rank` tokens of a rank, alike on all ranks, here or in a call. num_topk, hidden, bytes, QPs,
+    modes and timeouts are kept or dropped, and change nothing. All ranks are one domain (`num_scaleup_ranks`).
+
+    Streams, steps and errors are those of `Buffer`. `deterministic` is always so. Sums are float32 over a rank's
+    experts, rounded once, and over ranks ascending."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ):
+        super().__init__(group, num_max_tokens_per_rank, explicitly_destroy, float(num_cpu_timeout_secs))
+        self.num_bytes = num_bytes or 0
+        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, *_: Any, **__: Any
+    ) -> int:
+        """A number for num_bytes: of bfloat16 rows, from each rank. Tokenway's windows follow what is sent."""
+        return 2 * hidden * num_max_tokens_per_rank * group.size()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Waits on the host for all ranks to come here, and for what their devices are doing. Collective."""
+        self._meet()
 
     def dispatch(
         self,
@@ -220,50 +329,25 @@ class ElasticBuffer:
         they are as large as can come, and nothing waits: a call can be captured, once one of this size was made.
         handle: of another dispatch, whose routing this one has; x may be of another type, topk_weights others.
         use_tma_aligned_col_major_sf: scales by column, beginning at multiples of 16 bytes. Padding is always zeros
-        between experts. cumulative_local_expert_recv_stats: [L] int32, to which the rows of each expert are added.
+        between experts. cumulative_local_expert_recv_stats: [L] int32, to which the rows of each expert are added,
+        without a handle.
 
         Returns (x in the form given, [R, H] by source, or [P, H] by expert, each expert's rows beginning at a multiple
         of the alignment; topk_idx [R, K] of this rank's experts, or -1, None by expert; topk_weights [R, K], or [P], if
         they were given; handle; event). A step of all ranks. Errors: as `Buffer.dispatch`."""
-        given = x if isinstance(x, (tuple, list)) else (x,)
-        here, peers = ranks.of(self.group, given[0].device)
-        inputs = *given, topk_idx, topk_weights, cumulative_local_expert_recv_stats
-        if handle is not None:
-            plan = _checked(handle).plan
-            inputs += plan.ids, plan.origins, plan.counts
-        with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
-            _wait(previous_event_before_epilogue)
-            if handle is None:
-                if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or num_experts is None:
-                    raise tw.InvalidArgument.of("topk_idx", "[T, K] and num_experts must be given, or a handle")
-                bound = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-                plan = Plan(None, do_expand, bound, expert_alignment or 1, do_cpu_sync is None or do_cpu_sync)
-                exchange = here.expanded(peers, num_experts, topk_idx.shape[-1])
-                rows = Rows.of(x, **{NUMBER: self._numbers(bound, given[0])})
-                exchange.route(rows, topk_idx, topk_weights, plan, num_sms)
-                found = exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, True)
-                ids, weights = found.get("ids"), found["weights"]
-                if ids is not None:
-                    weights.masked_fill_(ids < 0, 0)
-                handle = EPHandle(plan, exchange, topk_idx.clone() if do_handle_copy else topk_idx, num_sms)
-            else:
-                rows = Rows.of(x, **({} if topk_weights is None else {WEIGHTS: topk_weights}))
-                found = handle.exchange.send(plan, rows, num_sms, use_tma_aligned_col_major_sf, False)
-                ids = None if plan.ids is None else plan.ids.clone()
-                weights = None if topk_weights is None else _weights(plan, found[WEIGHTS])
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
-            scales = found.get(SCALES)
-            if scales is not None and use_tma_aligned_col_major_sf:
-                scales = scales.t()[: plan.size]
-            call.gives(found["tokens"], scales, ids, weights, handle.topk_idx)
-            call.gives(plan.counts, plan.numbers, plan.offsets, plan.origins, plan.ids)
-        return rows.like(found["tokens"], scales), ids, None if topk_weights is None else weights, handle, call.event
-
-    def _numbers(self, bound: int, values: Tensor) -> Tensor:
-        """[T, 1] int32: of this rank's tokens among those of all ranks."""
-        first, count = self.rank_idx * bound, values.shape[0] if values.dim() else 0
-        return torch.arange(first, first + count, dtype=torch.int32, device=values.device).view(-1, 1)
+        asked = Asked(
+            num_experts,
+            num_max_tokens_per_rank,
+            expert_alignment,
+            do_cpu_sync,
+            do_expand,
+            use_tma_aligned_col_major_sf,
+            do_handle_copy,
+            num_sms,
+            nothing,
+        )
+        events, stats = (previous_event, previous_event_before_epilogue), cumulative_local_expert_recv_stats
+        return self._dispatch(x, topk_idx, topk_weights, stats, handle, asked, events, async_with_compute_stream)
 
     def combine(
         self,
@@ -282,14 +366,10 @@ class ElasticBuffer:
         bfloat16 (or float32, float16), as received. topk_weights: [R, K], or [P] by expert, float32, which return too,
         each from the rank of its expert, on all ranks or on none. bias: as of `Buffer.combine`. Returns (x [T, H],
         topk_weights [T, K] or None, event). A step of all ranks. Errors: as `Buffer.dispatch`."""
-        exchange, plan = _checked(handle).exchange, handle.plan
-        here, _ = ranks.of(self.group, x.device)
-        inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,))
-        with here.streams.call(previous_event, async_with_compute_stream, inputs) as call:
-            _wait(previous_event_before_epilogue)
-            out, weights = exchange.gather(plan, x, topk_weights, bias, num_sms or handle.num_sms)
-            call.gives(out, weights)
-        return out, weights, call.event
+        events = previous_event, previous_event_before_epilogue
+        asynchronous = async_with_compute_stream
+        out, weights, event, _ = self._combine(x, handle, topk_weights, bias, num_sms, events, asynchronous)
+        return out, weights, event
 
 
 def _up(count: Any, alignment: int) -> Any:
@@ -304,7 +384,7 @@ def _wait(event: Any) -> None:
         event.current_stream_wait()
 
 
-def _checked(handle: Any) -> EPHandle:
+def checked(handle: Any) -> EPHandle:
     """The argument `handle`. Errors: InvalidArgument."""
     if not isinstance(handle, EPHandle):
         told = f"is of type {type(handle).__name__}; it must come from ElasticBuffer.dispatch"
@@ -321,7 +401,7 @@ def _weights(plan: Plan, came: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (0, plan.size - len(chosen)))
 
 
-def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
+def refusing(name: str, instead: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         """Unsupported."""
         not_served(name, instead)
@@ -330,6 +410,6 @@ def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 for _name in ("engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv"):
-    setattr(ElasticBuffer, _name, _refusing(_name, "Tokenway has no such thing"))
+    setattr(ElasticBuffer, _name, refusing(_name, "Tokenway has no such thing"))
 for _name in ("create_agrs_session", "destroy_agrs_session", "agrs_new_session", "agrs_set_config", "all_gather"):
-    setattr(ElasticBuffer, _name, _refusing(_name, "Group.all_gatherv and Group.reduce_scatterv gather and reduce"))
+    setattr(ElasticBuffer, _name, refusing(_name, "Group.all_gatherv and Group.reduce_scatterv gather and reduce"))

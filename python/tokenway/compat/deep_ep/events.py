@@ -36,20 +36,27 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None):
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], None] | None = None
+        self.hook_after_wait: Callable[[], Any] | None = None
         self._release = False
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Has the current stream wait for the event. release_handle: the event is let go of then."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Has the current stream wait for the event, and returns what the hook returns, the first time, or None.
+        release_handle: the event is let go of then. Errors: the hook's, which is called again by the next wait."""
         assert self.event is not None, "a call without async_finish has no event: its results are there"
         self.event.current_stream_wait()
-        hook, self.hook_after_wait = self.hook_after_wait, None
-        if hook is not None:
-            hook()
+        result = None
+        if self.hook_after_wait is not None:
+            result = self.hook_after_wait()
+            self.hook_after_wait = None
         if release_handle:
             self.event = None
+        return result
 
-    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+    def wait(self) -> Any:
+        """As `current_stream_wait`."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
         """A function to be called once, when the event has been waited for."""
         assert self.hook_after_wait is None, "this event has a hook already"
         self.hook_after_wait = hook_after_wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from tokenway.compat.deep_ep.normal import (
     refuse_dispatch,
     sum_of,
 )
-from tokenway.integrations.groups import give_back
+from tokenway.integrations.groups import complete, give_back
+from tokenway.integrations.low_latency import Once
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -51,18 +53,29 @@ class Expanded(Exchange):
     """Of ElasticBuffers, over the group that Buffers have too. A dispatch is two steps of all ranks, one with a routing
     that is known, and a combine one."""
 
+    _later: Any = None  # the handle of a combine that was last left to be received later, and has the lane until then
+
+    def _lane(self) -> None:
+        """Raises InvalidUsage while there is such a combine."""
+        if self._later is not None and self._later.leased:
+            raise tw.InvalidUsage(
+                "a combine with defer_epilogue and a bias is under way, and other calls of this process group that "
+                "route alike must follow it: wait for its event first"
+            )
+
     def route(self, rows: Rows, ids: Tensor, weights: Tensor | None, plan: Plan, sm_limit: int) -> None:
         """Ranks tell each other how many rows will come. A step of all ranks; the host waits for what it brings if the
         plan does. Errors: InvalidArgument, on the other ranks PeerRefused: at once on the CPU or if the plan waits."""
         bound = plan.bound
-        with gradients.telling(partial(self._refuse, plan)):
+        self._lane()
+        with gradients.telling(partial(self.refuse, plan)):
             if bound < 1:
                 told = "is 0; it must be at least 1, here or in the constructor, alike on all ranks"
                 raise tw.InvalidArgument.of("num_max_tokens_per_rank", told)
             kind = rows.kind()
         view = self.view(kind, bound)
         group = view.group
-        with gradients.telling(partial(self._refuse, plan, view)):
+        with gradients.telling(partial(self.refuse, plan, view)):
             if len(rows.values) > bound:
                 told = f"has {len(rows.values)} rows; it must have at most num_max_tokens_per_rank, {bound}"
                 raise tw.InvalidArgument.of("x", told)
@@ -87,7 +100,7 @@ class Expanded(Exchange):
             places += -places % plan.alignment
             plan.size = max(plan.rows, places if plan.expand else plan.tokens)
 
-    def _refuse(self, plan: Plan, view: TypedGroup | None = None) -> None:
+    def refuse(self, plan: Plan, view: TypedGroup | None = None) -> None:
         """Tells peers, who are in `route`, of a call that this rank cannot make. view: of its rows, if it is known."""
         group = self.shared.group
         if group is not None:
@@ -99,6 +112,7 @@ class Expanded(Exchange):
         """Sends rows by a routing: "tokens", and what is beside; "ids" and "weights" if it is the first time. Scales by
         column, if `columns`: [S, M]. A step of all ranks; nothing waits. Errors: as `Group.dispatch`."""
         handle, view = plan.handle, plan.handle.group
+        self._lane()
         columns = columns and rows.scales is not None
         direct = columns and plan.expand and plan.rows == plan.size
         with gradients.telling(lambda: refuse_dispatch(view, handle, plan.layout)):
@@ -152,25 +166,58 @@ class Expanded(Exchange):
         return whole, used
 
     def gather(
-        self, plan: Plan, rows: Tensor, weights: Tensor | None, biases: Any, sm_limit: int
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        plan: Plan,
+        rows: Tensor,
+        weights: Tensor | None,
+        biases: Any,
+        sm_limit: int,
+        later: bool,
+        checks: Callable[[], None],
+    ) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
         """Sums rows [R, H] over this rank's experts, by expert, and over ranks, where they came from: [T, H] of their
         dtype, from `biases` on; and brings weights back, [R, K] float32, or [P] by expert, each from the rank of its
-        expert: [T, K]. A step of all ranks. Errors: as `Group.combine`."""
+        expert: [T, K]; and what receives them, which is done already, unless `later`: then biases are read there, and
+        the handle has the lane until then. checks: raises InvalidArgument for what else is wrong of the call. A step of
+        all ranks. Errors: as `Group.combine`."""
         handle, view = plan.handle, plan.handle.group
+        self._lane()
         row = () if plan.expand else (self.top_k,)
         with gradients.telling(lambda: refuse_combine(handle, view, None, () if weights is not None else None)):
+            checks()
             bias = sum_of(biases)
             values = _used("x", rows, plan, (rows.shape[-1],), rows.dtype)
             if weights is not None:
                 weights = _used("topk_weights", weights, plan, row, torch.float32)
             view = self.view((rows.shape[-1], rows.dtype, ()))
         asked: dict[str, Any] = {"layout": plan.layout, "dtype": rows.dtype, "sm_limit": sm_limit}
+        out = rows.new_empty(handle.tokens, rows.shape[1]), None
+        if weights is not None:
+            out = out[0], weights.new_empty(handle.tokens, self.top_k)
+        asked["out"] = out[0] if weights is None else out
         try:
-            out = view.combine(handle, values, bias=bias, choice_values=weights, **asked)
-        finally:
+            pending = view.combine(handle, values, bias=bias, choice_values=weights, send_only=later, **asked)
+        except Exception:
             give_back(handle)
-        return (out, None) if weights is None else out
+            raise
+        if not later:
+            give_back(handle)
+            return *out, nothing
+        self._later = handle
+        return *out, Once(partial(_received, pending, handle, bias, biases))
+
+
+def _received(pending: Any, handle: Any, bias: Any, biases: Any) -> None:
+    """Receives a combine. Of two biases the sum is made here, as they may be written to until now."""
+    told = sum_of(biases)
+    if told is not None and told is not bias:
+        bias.copy_(told)
+    complete(pending, handle)
+    give_back(handle)
+
+
+def nothing() -> None:
+    """What is left to do of a call that is complete, and to check of one that is right."""
 
 
 def _refuse_second(plan: Plan, calls: Any) -> None:
