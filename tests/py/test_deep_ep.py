@@ -273,7 +273,7 @@ def installing() -> dict[str, Any]:
 
     found["same"] = [deep_ep.Buffer is ours.Buffer, Buffer is ours.Buffer, EventHandle, EventOverlap, Config]
     found["same"] = all(found["same"]) and deep_ep.topk_idx_t.itemsize == 8
-    found["missing"] = attempt(lambda: deep_ep.EPBuffer)
+    found["missing"] = attempt(lambda: deep_ep.HybridEPBuffer)
     found["hints"] = Buffer.get_dispatch_config(2).get_nvl_buffer_size_hint(64, 2) > 0
     ours.uninstall()
     found["gone"] = [name in sys.modules for name in names]
@@ -389,7 +389,7 @@ def test_the_module_in_its_place(ran) -> None:
     for found in (each["installing"] for each in ran):
         assert not found["absent"] and found["twice"] and found["same"] and found["hints"] and found["kept"]
         assert found["specs"] == ["deep_ep", "deep_ep.utils", "deep_ep.utils.event"]
-        said(found["missing"], "AttributeError", "EPBuffer is not served.*Buffer")
+        said(found["missing"], "AttributeError", "HybridEPBuffer is not served.*Buffer")
         assert found["gone"] == [False] * 3
         said(found["other"], "InvalidUsage", "^deep_ep was imported before, from .*json")
 

@@ -19,6 +19,8 @@ import tokenway as tw
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.slow]
 
 SOURCE = "TOKENWAY_DEEPEP_SOURCE"  # a checkout of github.com/deepseek-ai/DeepEP, of its main branch in 2026
+# The source of DeepEP 2.5 (deepinfer-ep), whose package has no tests: its references judge EPBuffer then.
+SOURCE_2_5 = "TOKENWAY_DEEPEP_2_5_SOURCE"
 TOKENS, HIDDEN, TOP_K, EXPERTS = 48, 1024, 4, 16
 
 
@@ -81,14 +83,17 @@ def prepare(source: Path) -> None:
     testing.bench, testing.bench_kineto = once, profiled  # type: ignore[attr-defined]
 
 
-def elastic_main(ranks: int, rank: int, group: Any, source: Path) -> None:
-    """All cases of the test of the second API, whose rows are compared bit by bit."""
+def elastic_main(kind: str, group: Any, source: Path) -> None:
+    """All cases of the test of the second API, whose rows are compared bit by bit, of a kind of buffer."""
     import deep_ep
     import torch
     import torch.distributed as dist
 
     elastic = load("test_ep", source / "tests" / "elastic" / "test_ep.py")
     elastic.dist_print = lambda *_, **__: None
+    modes = list(elastic.enumerate_ep_modes())
+    if kind == "EPBuffer":  # which makes no copy of the ids
+        elastic.enumerate_ep_modes = lambda: [mode for mode in modes if not mode[0]]
     # Of DeepEP's kernels; it is compared with itself.
     deep_ep.EPHandle.dst_buffer_slot_idx = property(lambda handle: handle.topk_idx)
     exchange = dist.all_to_all_single
@@ -103,7 +108,7 @@ def elastic_main(ranks: int, rank: int, group: Any, source: Path) -> None:
     told |= {"allow_multiple_reduction": 1, "allow_hybrid_mode": 1, "test_first_only": False}
     told |= {"skip_perf_test": True, "dump_profile_traces": ""}
     for waits, masked in ((1, 0.0), (0, 0.3)):
-        buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=24, hidden=256, explicitly_destroy=True)
+        buffer = getattr(deep_ep, kind)(group, num_max_tokens_per_rank=24, hidden=256, explicitly_destroy=True)
         args = argparse.Namespace(**told | {"do_cpu_sync": waits, "masked_ratio": masked, "deterministic": bool(waits)})
         elastic.test_dispatch_combine(buffer, args)
 
@@ -137,8 +142,12 @@ def rank_main(store: str, ranks: int) -> dict[str, int]:
     low.test_main(TOKENS, HIDDEN, EXPERTS, TOP_K, rank, ranks, group, buffer, seed=1)
     torch.Tensor.__matmul__ = mm  # type: ignore[assignment]
     found["low latency"] = steps() - found["normal"]
-    elastic_main(ranks, rank, group, source)
+    elastic_main("ElasticBuffer", group, source)
     found["elastic"] = steps() - found["normal"] - found["low latency"]
+    if os.environ.get(SOURCE_2_5):
+        load("deep_ep.utils.refs", Path(os.environ[SOURCE_2_5]) / "deep_ep" / "utils" / "refs.py")
+    elastic_main("EPBuffer", group, source)
+    found["ep"] = steps() - sum(found.values())
     buffer.destroy()
     dist.barrier()
     dist.destroy_process_group()
@@ -147,8 +156,10 @@ def rank_main(store: str, ranks: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_deep_eps_own_tests(torch: Any, tmp_path: Path, ranks: int) -> None:
-    """All their cases but those of LogFMT and of masked ranks, which this is no part of."""
+    """All their cases but those of LogFMT and of masked ranks, which this is no part of; those of the second API by
+    EPBuffer too, but where the handle has a copy of the ids."""
     if not os.environ.get(SOURCE):
         pytest.skip(f"{SOURCE} does not name a checkout of DeepEP")
     for found in tw.run(rank_main, ranks, str(tmp_path / "store"), ranks, timeout=2 * HANGS):
         assert found["normal"] > 60 and found["low latency"] > 40 and found["elastic"] > 1000
+        assert found["ep"] > 500

@@ -13,21 +13,30 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from tokenway.compat.deep_ep import installed
+from tokenway.compat.deep_ep import comm, installed
 from tokenway.compat.deep_ep.buffer import Buffer
 from tokenway.compat.deep_ep.config import Config, topk_idx_t
 from tokenway.compat.deep_ep.elastic import ElasticBuffer, EPHandle
+from tokenway.compat.deep_ep.ep import EPBuffer
 from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 
-__version__ = "2.1.0+tokenway"  # of the surface
+__version__ = "2.1.0+tokenway"  # of the surface whose whole there is; EPBuffer is of 2.5
+_NUMBERS = {name: getattr(comm, name) for name in dir(comm) if name.startswith("get_num_")}
+_DOMAINS = {
+    name: getattr(comm, name)
+    for name in ("destroy_all_managed_nccl_comm", "get_logical_domain_size", "get_physical_domain_size")
+}
 _NAMES = {
     "Buffer": Buffer,
     "Config": Config,
+    "EPBuffer": EPBuffer,
     "EPHandle": EPHandle,
     "ElasticBuffer": ElasticBuffer,
     "EventHandle": EventHandle,
     "EventOverlap": EventOverlap,
     "topk_idx_t": topk_idx_t,
+    **_DOMAINS,
+    **_NUMBERS,
 }
 
 
@@ -51,6 +60,8 @@ def install() -> ModuleType:
             "deep_ep.buffers": {},
             "deep_ep.buffers.legacy": {"Buffer": Buffer, "Config": Config},
             "deep_ep.buffers.elastic": {"ElasticBuffer": ElasticBuffer, "EPHandle": EPHandle},
+            "deep_ep.buffers.ep": {"EPBuffer": EPBuffer, "EPHandle": EPHandle},
+            "deep_ep.comm": _DOMAINS | {"barrier": comm.barrier, "get_comm_stream": comm.get_comm_stream},
             "deep_ep.utils": events,
             "deep_ep.utils.event": events,
         }

@@ -12,6 +12,7 @@ from tokenway import InvalidArgument, Unsupported
 
 MAX_TOKENS = "TOKENWAY_DEEP_EP_MAX_TOKENS"
 topk_idx_t = torch.int64  # of topk_idx
+ALLOCATION_ALIGNMENT = 2 << 20  # bytes, of numbers for num_bytes
 
 
 @dataclass
