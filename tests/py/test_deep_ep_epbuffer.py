@@ -149,6 +149,7 @@ def in_flight(buffer: Any, device: Any) -> dict[str, Any]:
     (second, _, _, other), (first, chosen, weights, handle) = begun[1].wait(), begun[0].wait()
     found: dict[str, Any] = {"first": array(first), "ids": array(chosen), "weights": weights}
     found["second"] = array(second[: int(other.psum_num_recv_tokens_per_scaleup_rank[-1])])
+    found["expanded"] = [each.num_expanded_tokens for each in (handle, other)]
     biases = torch.zeros_like(rows[1]), torch.zeros_like(rows[1])
     begun = [buffer.combine(first, handle, **told), buffer.combine(second, other, bias=biases, **told)]
     found["in the way"] = attempt(buffer.combine, first, handle)
@@ -363,6 +364,7 @@ def test_two_calls_in_flight(ran) -> None:
         assert found["plain"].tolist() == [[4] * HIDDEN] * mine
         assert found["biased"].tolist() == [[17] * HIDDEN] * other
         said(found["in the way"], "InvalidUsage", "^a combine with defer_epilogue and a bias.*wait for its event first")
+        assert found["expanded"] == [5, 2 * 10 * 2]  # what comes, and what can
         assert found["none"] is found["again"] is found["weights"] is None
         assert found["steps"] == 4
 

@@ -24,8 +24,8 @@ class EPHandle:
     that come by source, or as many as can come where the host did not wait.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms, topk_idx: as they were given.
-    num_recv_tokens: R. num_expanded_tokens: rows by expert. num_recv_tokens_per_expert_list: rows of each expert,
-    rounded up to the alignment; [] where the host did not wait."""
+    num_recv_tokens: R. num_expanded_tokens: rows by expert, as they are or would be. num_recv_tokens_per_expert_list:
+    rows of each expert, rounded up to the alignment; [] where the host did not wait."""
 
     def __init__(self, plan: Plan, exchange: Expanded, topk_idx: Tensor, num_sms: int):
         self.plan, self.exchange = plan, exchange
@@ -33,7 +33,7 @@ class EPHandle:
         self.num_experts, self.num_max_tokens_per_rank = exchange.experts, plan.bound
         self.num_sms, self.topk_idx = num_sms, topk_idx
         self.num_recv_tokens = plan.tokens
-        self.num_expanded_tokens = plan.size if plan.expand else 0
+        self.num_expanded_tokens = plan.size if plan.expand else exchange.expanded(plan)
         self.num_recv_tokens_per_expert_list = [_up(count, plan.alignment) for count in plan.experts or []]
         self._metadata: Tensor | None = None
 

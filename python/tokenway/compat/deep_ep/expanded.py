@@ -95,10 +95,15 @@ class Expanded(Exchange):
             raise
         plan.size = plan.rows
         if not plan.waits and group.device is None:  # a device's outputs are as large as that
-            local = group.num_local_experts
-            places = plan.tokens * min(self.top_k, local) + local * (plan.alignment - 1)
-            places += -places % plan.alignment
-            plan.size = max(plan.rows, places if plan.expand else plan.tokens)
+            plan.size = max(plan.rows, self.expanded(plan) if plan.expand else plan.tokens)
+
+    def expanded(self, plan: Plan) -> int:
+        """Rows by expert, each expert's rounded up to the alignment: as many as come, or can come."""
+        if plan.experts is not None:
+            return sum(-(-count // plan.alignment) * plan.alignment for count in plan.experts)
+        local = self.group.num_local_experts
+        places = plan.tokens * min(self.top_k, local) + local * (plan.alignment - 1)
+        return places + -places % plan.alignment
 
     def refuse(self, plan: Plan, view: TypedGroup | None = None) -> None:
         """Tells peers, who are in `route`, of a call that this rank cannot make. view: of its rows, if it is known."""
