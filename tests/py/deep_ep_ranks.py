@@ -42,6 +42,11 @@ def counted(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, An
     return found | {"steps": steps() - before}
 
 
+def since(buffer: Any, asynchronous: bool) -> dict[str, Any]:
+    """What an asynchronous call is to wait for: all that the current stream holds by now."""
+    return {"previous_event": buffer.capture()} if asynchronous else {}
+
+
 def array(tensor: Any) -> np.ndarray:
     """A copy, in float32 where NumPy lacks the dtype."""
     import torch

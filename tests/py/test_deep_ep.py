@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, counted, end, received, routed
+from deep_ep_ranks import array, attempt, begin, counted, end, received, routed, since
 from frameworks import mutated, programs_of
 from harness import AT_ONCE, HANGS, said
 
@@ -101,19 +101,23 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
     factors = torch.where(places >= 0, places + 1 + rank * (case.experts // 2), 0).sum(1, keepdim=True)
     made = rows.float() * factors
     made = made.to(torch.bfloat16 if case.scales else values.dtype)
-    bias = (torch.arange(len(values), device=device) % 7).view(-1, 1).expand(-1, HIDDEN).to(made.dtype)
-    out, sums, event = buffer.combine(made, handle, weights, bias=bias.contiguous(), **told)
+    bias = (torch.arange(len(values), device=device) % 7).view(-1, 1).expand(-1, HIDDEN).to(made.dtype).contiguous()
+    told |= since(buffer, case.asynchronous)
+    out, sums, event = buffer.combine(made, handle, weights, bias=bias, **told)
     if case.asynchronous:
         event.current_stream_wait()
     found["out"], found["sums"] = array(out), None if sums is None else array(sums)
     # What a backward pass does: the same routing, of another dtype, and sums again; another bias.
     other = (mine["rows"] + 1).to(torch.float32)
+    told |= since(buffer, case.asynchronous)
     again, *nothing, event = buffer.dispatch(other, handle=handle, **told)
     if case.asynchronous:
         event.current_stream_wait()
     assert nothing == [None] * 4
     found["again"] = array(again)
-    back, _, event = buffer.combine(again * factors, handle, bias=(bias.float(), bias.float()), **told)
+    made, biases = again * factors, (bias.float(), bias.float())
+    told |= since(buffer, case.asynchronous)
+    back, _, event = buffer.combine(made, handle, bias=biases, **told)
     if case.asynchronous:
         event.current_stream_wait()
     found["back"] = array(back)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, counted, end, received, routed
+from deep_ep_ranks import array, attempt, begin, counted, end, received, routed, since
 from frameworks import mutated
 from harness import AT_ONCE, HANGS, said
 
@@ -110,11 +110,14 @@ def exchanged(buffer: Any, name: str, device: Any) -> dict[str, Any]:
         ids.fill_(-1)  # they are the caller's
     made = (rows.float().nan_to_num(0, 0, 0) * factors).to(torch.bfloat16 if case.scales else values.dtype)
     bias = (torch.arange(len(values), device=device) % 7).view(-1, 1).expand(-1, HIDDEN).to(made.dtype).contiguous()
+    told |= since(buffer, case.asynchronous)
     out, sums, event = buffer.combine(made, handle, here, bias=bias, **told)
     if case.asynchronous:
         event.current_stream_wait()
     found["out"], found["sums"] = array(out), None if sums is None else array(sums)
-    again, _, later, _, event = buffer.dispatch(mine["rows"] + 1, None, mine["weights"] + 1, handle=handle, **told)
+    other, heavier = mine["rows"] + 1, mine["weights"] + 1
+    told |= since(buffer, case.asynchronous)
+    again, _, later, _, event = buffer.dispatch(other, None, heavier, handle=handle, **told)
     if case.asynchronous:
         event.current_stream_wait()
     return found | {"again": array(again), "later": array(later)}

@@ -151,7 +151,7 @@ MUTATIONS = {
     "ids off by one rank": ("view.route(ids)", "view.route(torch.where(ids < 0, ids, (ids + 4) % 8))", "fp8"),
     "scales off by one": (
         "rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)",
-        "rows, beside[SCALES] = tw.quantize_fp8(x * (1 + torch.arange(len(x)).view(-1, 1) % 2), True)",
+        "rows, beside[SCALES] = tw.quantize_fp8(x * (1 + torch.arange(len(x), device=x.device).view(-1, 1) % 2), True)",
         "fp8",
     ),
     "numbers of tokens": ("device=device).view(-1, 1)\n", "device=device).view(-1, 1) + 1\n", "bfloat16"),

@@ -94,7 +94,7 @@ class Expanded(Exchange):
                 _refuse_second(plan, view)
             raise
         plan.size = plan.rows
-        if not plan.waits and group.device is None:  # a device's outputs are as large as that
+        if not plan.waits:  # and be it that the host knows how many come, as in blocking mode
             plan.size = max(plan.rows, self.expanded(plan) if plan.expand else plan.tokens)
 
     def expanded(self, plan: Plan) -> int:
