@@ -258,7 +258,7 @@ def test_process_that_ends_orderly(processes, backend) -> None:
     try:
         key = ("leaves", 0, backend, f"leaves-{os.getpid()}")
         workers.send(range(3), one_leaves, key=key)
-        for outcome, blank, left in settle(workers.collect([0, 2], 30)):
+        for outcome, blank, left in settle(workers.collect([0, 2], 120)):
             said(outcome, "twPeerDied", "rank 1 is gone in combine")
             assert outcome[2].peer == 1 and outcome[2].phase == "combine"
             assert blank, "the result of a failed combine must be NaN"
