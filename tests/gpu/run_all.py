@@ -81,6 +81,7 @@ BEHAVIOUR = (
 FRAMEWORKS = (
     "deep_ep",
     "deep_ep_elastic",
+    "deep_ep_epbuffer",
     "deep_ep_graphs",
     "deep_ep_late",
     "deep_ep_low_latency",
