@@ -247,18 +247,22 @@ __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(const __grid_consta
       [](const Collect& s) { fill_nan(s); });
 }
 
+// Calls use(kernel). twDtypeNone stands for types that differ, or places that do not allow whole words or vectors; its
+// packets have tiles of one size.
 template <twDtype_t kWire, class Use>
 int with_packets(bool packets, uint32_t groups, Use&& use) {
   if (!packets) return use(reduce_kernel<false, kWire, 1>);
-  return use(groups == 1 ? reduce_kernel<true, kWire, 1> : reduce_kernel<true, kWire, kTileGroups>);
+  if constexpr (kWire != twDtypeNone) {
+    if (groups == 1) return use(reduce_kernel<true, kWire, 1>);
+  }
+  return use(reduce_kernel<true, kWire, kTileGroups>);
 }
-// Calls use(kernel). twDtypeNone stands for types that differ, or places that do not allow whole words or vectors.
 template <class Use>
 int with_kernel(bool packets, twDtype_t wire, uint32_t groups, Use&& use) {
   if (wire == twBfloat16) return with_packets<twBfloat16>(packets, groups, use);
   if (wire == twFloat16) return with_packets<twFloat16>(packets, groups, use);
   if (wire == twFloat32) return with_packets<twFloat32>(packets, groups, use);
-  return with_packets<twDtypeNone>(packets, kTileGroups, use);
+  return with_packets<twDtypeNone>(packets, groups, use);
 }
 
 }  // namespace
