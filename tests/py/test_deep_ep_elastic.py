@@ -317,6 +317,8 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
         "rows": r"^x is bfloat16 \[\d+, 32\]; it must be bfloat16 \[\d+, 32\], as received",
     }
     for rank, found in enumerate(ran):
+        if not found["wrong"]:
+            pytest.skip("on devices peers learn late")
         for name, told in found["wrong"].items():
             if name.endswith("then"):
                 assert told == 4 * 3 * HIDDEN, (name, told)

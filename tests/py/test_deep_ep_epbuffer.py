@@ -92,6 +92,7 @@ def trained(buffer: Any, name: str, device: Any) -> dict[str, Any]:
     )
     came, none, weights, handle = event.wait()
     assert none is None and handle.topk_idx is mine["ids"] and weights.shape == came.shape[:1]
+    mine["ids"].fill_(-1)  # they are the caller's again
     places = torch.arange(len(came), device=device)
     expert = torch.searchsorted(handle.psum_num_recv_tokens_per_expert, places, right=True).clamp(max=LOCAL - 1)
     factor = (expert + 1 + buffer.rank_idx * LOCAL).view(-1, 1)
@@ -285,7 +286,7 @@ def installed(buffer: Any) -> dict[str, Any]:
 # name: (module, its text, what a later hand may make of it, the case of CASES or of ROUTINGS whose test must fail)
 OWN_MUTATIONS = {
     "a bias that is read too early": ("ep", "defer_epilogue and biased", "False", "any"),
-    "results in another order": ("ep", "tuple(results)", "tuple(results[::-1])", "any"),
+    "results in another order": ("ep", "return came, ids, weights, made", "return weights, ids, came, made", "any"),
     "rows by source instead": ("elastic", "Plan(None, asked.expand,", "Plan(None, False,", "aligned"),
     "weights of other ranks' experts": ("elastic", "weights.masked_fill_(ids < 0, 0)", "pass", "by source"),
     "counts twice": ("elastic", "stats += handle", "stats += 2 * handle", "by expert"),
@@ -372,6 +373,8 @@ def test_two_calls_in_flight(ran) -> None:
 def test_a_rank_that_calls_wrongly(ran) -> None:
     """It is told, as its peers are at once; the next calls are right."""
     for rank, found in enumerate(ran):
+        if not found["wrong"]:
+            pytest.skip("on devices peers learn late")
         for name, told in found["wrong"].items():
             if name.endswith("then"):
                 assert told == 4 * 3 * HIDDEN, (name, told)
@@ -410,5 +413,7 @@ def test_mutations_are_caught(ran, mutation) -> None:
     """A buffer that is wrong fails the test of its case."""
     outcomes = [found[f"mutation: {mutation}"] for found in ran]
     case = MUTATIONS[mutation][2] if mutation in MUTATIONS else OWN_MUTATIONS[mutation][3]
+    raises = "results in another order", "the default bound"
+    assert mutation in raises or all(isinstance(each, dict) for each in outcomes), outcomes
     with pytest.raises(AssertionError):
         (judge_trained if case in ROUTINGS else judge)(case, outcomes)

@@ -44,8 +44,6 @@ class EPHandle:
         if plan.expand:
             return plan.counts.clone()
         local = self.exchange.group.num_local_experts
-        if plan.experts is not None:
-            return torch.tensor(plan.experts, dtype=torch.int32, device=plan.ids.device)
         places = torch.where(plan.ids < 0, local, plan.ids).view(-1)
         counts = torch.zeros(local + 1, dtype=torch.int32, device=plan.ids.device)
         return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[:local]

@@ -12,6 +12,7 @@ import tokenway as tw
 from tokenway.compat.deep_ep import ranks
 from tokenway.compat.deep_ep.config import ALLOCATION_ALIGNMENT, not_served
 from tokenway.compat.deep_ep.elastic import Asked, Bounded, EPHandle, refusing
+from tokenway.compat.deep_ep.events import used_here
 from tokenway.compat.deep_ep.expanded import nothing
 
 
@@ -153,7 +154,13 @@ class EPBuffer(Bounded):
         )
         if not defer_epilogue:
             return *results, event
-        event.register_hook_after_wait(lambda: tuple(results))
+
+        def shown() -> tuple[Any, ...]:
+            came, ids, weights, made = results
+            used_here(*(came if isinstance(came, tuple) else (came,)), ids, weights, *made.plan.kept())
+            return came, ids, weights, made
+
+        event.register_hook_after_wait(shown)
         return event
 
     def combine(
@@ -189,11 +196,13 @@ class EPBuffer(Bounded):
         streams = ranks.of(self.group, x.device)[0].streams
 
         def received() -> tuple[Tensor, Tensor | None]:
-            with streams.call(None, False):
-                receive()
+            if later:
+                with streams.call(None, False):
+                    receive()
+            used_here(out, weights)
             return out, weights
 
-        event.register_hook_after_wait(received if later else lambda: (out, weights))
+        event.register_hook_after_wait(received)
         return event
 
 

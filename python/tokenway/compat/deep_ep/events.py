@@ -75,6 +75,14 @@ class EventOverlap:
         self._release = False
 
 
+def used_here(*tensors: Any) -> None:
+    """Notes that the current stream uses this memory of the stream of calls, where a caller takes it later than in its
+    call. What is no tensor is passed over."""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+            x.record_stream(torch.cuda.current_stream(x.device))
+
+
 def handle_of(event: Any) -> EventHandle | None:
     """The EventHandle of an argument `previous_event`: that itself, or what an EventOverlap has."""
     return event.event if isinstance(event, EventOverlap) else event

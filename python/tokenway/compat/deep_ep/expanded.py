@@ -48,6 +48,10 @@ class Plan:
         self.offsets: Any = None
         self.origins: Any = None
 
+    def kept(self) -> tuple[Any, ...]:
+        """What it keeps on the device, each a tensor or None."""
+        return self.numbers, self.ids, self.counts, self.offsets, self.origins
+
 
 class Expanded(Exchange):
     """Of ElasticBuffers, over the group that Buffers have too. A dispatch is two steps of all ranks, one with a routing
@@ -56,8 +60,9 @@ class Expanded(Exchange):
     _later: Any = None  # the handle of a combine that was last left to be received later, and has the lane until then
 
     def _lane(self) -> None:
-        """Raises InvalidUsage while there is such a combine."""
-        if self._later is not None and self._later.leased:
+        """Raises InvalidUsage while there is such a combine, of the group that there is now."""
+        later = self._later
+        if later is not None and later.leased and later.group.group is self.shared.group:
             raise tw.InvalidUsage(
                 "a combine with defer_epilogue and a bias is under way, and other calls of this process group that "
                 "route alike must follow it: wait for its event first"
