@@ -271,7 +271,7 @@ setup_group() {
       provide_frameworks
       ;;
     frameworks) provide_frameworks ;;
-    apart) provide_apart; provide_sglang ;;
+    apart) provide_torch; provide_apart; provide_sglang ;;
     *) die "unknown group '$1'; known are run, lint, spec, test, frameworks and apart" ;;
   esac
 }

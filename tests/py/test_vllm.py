@@ -297,7 +297,9 @@ MUTATIONS = {
     ),
     "scales off by one": (
         "rows, scales = _quantized(a1, quant_config, swizzled=False)\n",
-        "rows, scales = _quantized(a1, quant_config, swizzled=False)\n                scales = scales.roll(1, 0)\n",
+        "rows, scales = (lambda rows, scales: (rows, scales.roll(1, 0)))(\n"
+        "                        *_quantized(a1, quant_config, swizzled=False)\n"
+        "                    )\n",
         "slots, fp8 by blocks",
     ),
     "unused slots make the scale": (

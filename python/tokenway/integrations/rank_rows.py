@@ -103,8 +103,10 @@ class RankRows:
         and grows, for so many, which is collective.
 
         A step of all ranks, or two. Errors: as `Group.route` and `Group.dispatch`, of which peers hear at once."""
-        view = self._seen(rows, scales, results, max(room, 1))
-        low = bound is not None and view.chooses(bound) == "low_latency"
+        with gradients.telling(partial(self.refuse, bound)):
+            kind, key = _kind(rows, scales, results)
+        view = self._seen(kind, key, max(room, 1))
+        low = _is_low(view, bound)
         with gradients.telling(partial(_refuse, view, bound if low else None)):
             most = room if bound is None else bound
             if len(rows) > most:
@@ -129,26 +131,35 @@ class RankRows:
             raise
         return Arriving(view, handle, pending, experts)
 
-    def _seen(self, rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int], room: int) -> TypedGroup:
+    def _seen(self, kind: tw.RowType, key: Any, room: int) -> TypedGroup:
         """The group as such rows see it, with room for so many of a rank."""
-        with gradients.telling(self._refuse_unknown):
-            for name, given in (("a1", rows), ("scales", scales)):
-                if given is not None and given.dim() != 2:
-                    raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
-            beside = None if scales is None else (scales.shape[1], scales.dtype)
-            kind = tw.RowType(rows.shape[1], rows.dtype, None if beside is None else {SCALES: beside}, *results)
-            kind.all_payloads()  # which refuses dtypes that no rows have
-        key = rows.shape[1], rows.dtype, beside, results
         view = self._views.get(key)
         if view is None or view.group is not self.shared.group or room > view.max_tokens:
             view = self._views[key] = self.shared.with_room(kind, room)
         self._last = view
         return view
 
-    def _refuse_unknown(self) -> None:
-        """Rows of which it is not known how they would be sent: peers are in the first step of some routing."""
+    def refuse(self, bound: int | None) -> None:
+        """Tells peers, who are in a dispatch with that bound, that this rank cannot make the call; but not before there
+        is a group."""
         if self._last is not None and self._last.group is self.shared.group:
-            _refuse(self._last, None)
+            _refuse(self._last, bound if _is_low(self._last, bound) else None)
+
+
+def _is_low(view: TypedGroup, bound: int | None) -> bool:
+    """Whether rows go in slots, which the bound alone decides."""
+    return bound is not None and view.chooses(bound) == "low_latency"
+
+
+def _kind(rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int]) -> tuple[tw.RowType, Any]:
+    """What a row consists of, and a key of it. Errors: InvalidArgument, Unsupported."""
+    for name, given in (("a1", rows), ("scales", scales)):
+        if given is not None and given.dim() != 2:
+            raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
+    beside = None if scales is None else (scales.shape[1], scales.dtype)
+    kind = tw.RowType(rows.shape[1], rows.dtype, None if beside is None else {SCALES: beside}, *results)
+    kind.all_payloads()  # which refuses dtypes that no rows have
+    return kind, (rows.shape[1], rows.dtype, beside, results)
 
 
 def _refuse(view: TypedGroup, bound: int | None) -> None:

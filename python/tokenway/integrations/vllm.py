@@ -10,6 +10,7 @@ docs/FRAMEWORKS.md says what works, and what ranks must do alike.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from functools import wraps
@@ -40,7 +41,10 @@ def plugin() -> None:
         _check()
     except Unsupported:  # nobody has asked for it
         return
-    offer()
+    try:
+        offer()
+    except Exception:  # nor for this
+        logging.getLogger(__name__).warning("--all2all-backend takes no names of Tokenway's here", exc_info=True)
 
 
 def register() -> None:
@@ -89,18 +93,18 @@ def unregister() -> None:
 def offer() -> None:
     """Has `--all2all-backend` take the names, and `ParallelConfig(all2all_backend=...)` likewise: who asks for one
     has TOKENWAY_VLLM=1 in the environment, which processes that are started inherit, and a config that holds vLLM's
-    name. Nothing else is changed. Not collective. Does nothing the second time, nor in a process of vLLM's that makes
-    no config: workers have imported no command line."""
+    name, which is Tokenway's from then on in this process and in those. Nothing else is changed. Not collective. Does
+    nothing the second time, nor in a process of vLLM's that makes no config: workers have imported no command line."""
     arg_utils = sys.modules.get("vllm.engine.arg_utils")
     if arg_utils is None:
         return
     from vllm.config import ParallelConfig
 
-    field = ParallelConfig.__dataclass_fields__["all2all_backend"]
+    field, computed = ParallelConfig.__dataclass_fields__["all2all_backend"], arg_utils._compute_kwargs
     if set(NAMES) <= set(get_args(field.type)):
         return
+    computed.cache_clear()  # what the command line takes
     field.type = Literal[(*get_args(field.type), *NAMES)]
-    arg_utils._compute_kwargs.cache_clear()  # what the command line takes
     made = ParallelConfig.__init__
 
     @wraps(made)

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
 )
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 import tokenway as tw
 from tokenway.integrations import groups
@@ -69,11 +69,12 @@ class TokenwayManager(All2AllManagerBase):
 
     def begin(self) -> int:
         """Before a dispatch: the number of the micro-batch. A combine that it has left out, as experts raised, is
-        refused, in which peers wait."""
+        refused, in which peers wait; outside of micro-batches those of all of them are."""
         number: int = dbo_current_ubatch_id()
-        refuse = self.open.pop(number, None)
-        if refuse is not None:
-            refuse()
+        for left in [number] if dbo_enabled() else list(self.open):
+            refuse = self.open.pop(left, None)
+            if refuse is not None:
+                refuse()
         return number
 
 
@@ -146,6 +147,11 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
     def __init__(self, buffer: TokenwayManager, num_dispatchers: int, dp_size: int, rank_expert_offset: int):
         super().__init__(buffer, num_dispatchers)
         self._first = rank_expert_offset
+        self._width: Callable[[int], int] = lambda width: width
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Experts may return narrower rows than they get, without the padding of the hidden size."""
+        self._width = fused_experts.output_hidden_dim
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, dtype: torch.dtype) -> int:
@@ -188,15 +194,16 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
         number = manager.begin()
         exchange = manager.exchange(RankRows, a1.device, num_experts, topk_ids.shape[1])
         bound = _largest()
-        results = a1.dtype, a1.shape[-1]
-        if apply_router_weight_on_input:
-            a1 = _weighted(a1, topk_weights)
-        rows, scales, later = a1, None, None
-        if not defer_input_quant and quant_config.quant_dtype is not None:
-            if quant_config.is_block_quantized or quant_config.quant_dtype in ("nvfp4", "mxfp8"):
-                rows, scales = _quantized(a1, quant_config, swizzled=False)
-            else:
-                later = quant_config
+        with gradients.telling(partial(exchange.refuse, bound)):
+            results = a1.dtype, self._width(a1.shape[-1])
+            if apply_router_weight_on_input:
+                a1 = _weighted(a1, topk_weights)
+            rows, scales, later = a1, None, None
+            if not defer_input_quant and quant_config.quant_dtype is not None:
+                if quant_config.is_block_quantized or quant_config.quant_dtype in ("nvfp4", "mxfp8"):
+                    rows, scales = _quantized(a1, quant_config, swizzled=False)
+                else:
+                    later = quant_config
         room = manager.max_tokens if bound is None else bound
         arriving = exchange.dispatch(
             rows, scales, topk_ids, topk_weights, results, bound, room, sm_limit=manager.sm_limit
