@@ -146,8 +146,8 @@ def of_pytest(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Co
         own = [str(here), "--ignore", str(here / "test_nccl.py")]
         runs = [(share, own) for share in shares.shared_out(part, devices, 1)]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=150"]
-    # Ranks over NCCL are processes, as its users' are: communicators that threads of one process make and end at the
-    # same time crash inside NCCL 2.28.9 now and then.
+    # Tests that go by threads or by processes go by these over NCCL, as its users do: communicators that threads of one
+    # process make and end at the same time crash inside NCCL 2.28.9 now and then.
     chosen = [f"({args.k})"] * bool(args.k) + ["not threads"] * (part == "nccl")
     pytest += ["-x"] * args.x + (["-k", " and ".join(chosen)] if chosen else [])
     for number, (share, what) in enumerate(runs):
