@@ -311,6 +311,18 @@ def mutant(buffer: Any, name: str, device: Any) -> Any:
         return attempt(counted, exchanged, Calls(buffer, False), case, device)
 
 
+def leave(buffer: Any, device: Any) -> None:
+    """Makes a combine that waits for its second part, which never comes."""
+    import torch
+
+    rows, ids = torch.ones(4, HIDDEN, device=device), torch.tensor([[0, 3, 5]] * 4, device=device)
+    came, _, _, handle, _ = buffer.dispatch(rows, topk_idx=ids, num_experts=EXPERTS)
+    deferred = {"async_with_compute_stream": True, "defer_epilogue": True}
+    buffer.combine(came, handle, bias=rows, **deferred)
+    with pytest.raises(tw.InvalidUsage, match="is under way"):
+        buffer.dispatch(rows, topk_idx=ids, num_experts=EXPERTS)
+
+
 def rank_main(store: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -329,6 +341,7 @@ def rank_main(store: str) -> dict[str, Any]:
     for name in MUTATIONS | OWN_MUTATIONS:
         found[f"mutation: {name}"] = mutant(buffer, name, device)
     buffer.barrier()
+    leave(buffer, device)
     buffer.destroy()
     found["after"] = attempt(counted, trained, buffer, "any", device)
     buffer.destroy()
@@ -404,7 +417,7 @@ def test_the_names_in_deep_ep(ran) -> None:
 
 
 def test_a_buffer_that_was_destroyed(ran) -> None:
-    """What is needed again is made anew."""
+    """What is needed again is made anew, though a combine was never waited for."""
     judge_trained("any", [found["after"] for found in ran])
 
 
