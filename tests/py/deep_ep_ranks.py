@@ -7,8 +7,9 @@ from typing import Any
 
 import frameworks
 import numpy as np
+import pytest
 from frameworks import steps
-from harness import PATIENT
+from harness import AT_ONCE, PATIENT, said
 
 
 def begin(store: str, ranks: int, blocking: bool = True) -> tuple[int, Any]:
@@ -45,6 +46,20 @@ def counted(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, An
 def since(buffer: Any, asynchronous: bool) -> dict[str, Any]:
     """What an asynchronous call is to wait for: all that the current stream holds by now."""
     return {"previous_event": buffer.capture()} if asynchronous else {}
+
+
+def judge_wrong_calls(ran: list[dict[str, Any]], sentences: dict[str, str], total: int) -> None:
+    """Asserts of calls that rank 1 alone made wrongly ("wrong" of each rank) that it was told the sentence, and its
+    peer at once that it refused; and of a right call after each, that it brought `total`."""
+    for rank, found in enumerate(ran):
+        if not found["wrong"]:
+            pytest.skip("on devices peers learn late")
+        for name, told in found["wrong"].items():
+            if name.endswith("then"):
+                assert told == total, (name, told)
+                continue
+            said(told[0], *(("InvalidArgument", sentences[name]) if rank == 1 else ("PeerRefused", "rank 1")))
+            assert told[1] < AT_ONCE
 
 
 def array(tensor: Any) -> np.ndarray:

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, counted, end, received, routed, since
+from deep_ep_ranks import array, attempt, begin, counted, end, judge_wrong_calls, received, routed, since
 from frameworks import mutated
-from harness import AT_ONCE, HANGS, said
+from harness import HANGS, said
 
 import tokenway as tw
 
@@ -316,15 +316,7 @@ def test_a_rank_that_calls_wrongly(ran) -> None:
         "bound": "^num_max_tokens_per_rank is 0; it must be at least 1",
         "rows": r"^x is bfloat16 \[\d+, 32\]; it must be bfloat16 \[\d+, 32\], as received",
     }
-    for rank, found in enumerate(ran):
-        if not found["wrong"]:
-            pytest.skip("on devices peers learn late")
-        for name, told in found["wrong"].items():
-            if name.endswith("then"):
-                assert told == 4 * 3 * HIDDEN, (name, told)
-                continue
-            said(told[0], *(("InvalidArgument", sentences[name]) if rank == 1 else ("PeerRefused", "rank 1")))
-            assert told[1] < AT_ONCE
+    judge_wrong_calls(ran, sentences, 4 * 3 * HIDDEN)
 
 
 def test_what_is_not_served(ran) -> None:

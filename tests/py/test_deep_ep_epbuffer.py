@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deep_ep_ranks import array, attempt, begin, counted, end, routed
+from deep_ep_ranks import array, attempt, begin, counted, end, judge_wrong_calls, routed
 from frameworks import mutated
-from harness import AT_ONCE, HANGS, said
+from harness import HANGS, said
 from test_deep_ep_elastic import CASES, EXPERTS, HIDDEN, MUTATIONS, exchanged, judge
 
 import tokenway as tw
@@ -385,15 +385,7 @@ def test_two_calls_in_flight(ran) -> None:
 
 def test_a_rank_that_calls_wrongly(ran) -> None:
     """It is told, as its peers are at once; the next calls are right."""
-    for rank, found in enumerate(ran):
-        if not found["wrong"]:
-            pytest.skip("on devices peers learn late")
-        for name, told in found["wrong"].items():
-            if name.endswith("then"):
-                assert told == 4 * 3 * HIDDEN, (name, told)
-                continue
-            said(told[0], *(("InvalidArgument", SENTENCES[name]) if rank == 1 else ("PeerRefused", "rank 1")))
-            assert told[1] < AT_ONCE
+    judge_wrong_calls(ran, SENTENCES, 4 * 3 * HIDDEN)
 
 
 def test_what_is_not_served(ran) -> None:

@@ -345,7 +345,7 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
         exchange: LowLatency = manager.exchange(LowLatency, a1.device, num_experts, topk_ids.shape[1], **settings)
         with gradients.telling(partial(exchange.refuse, self._most)):
             if defer_input_quant:
-                raise NotImplementedError("defer_input_quant is True; in batches by expert it must be False")
+                raise tw.Unsupported("defer_input_quant is True; in batches by expert it must be False")
             if quant_config.quant_dtype == "nvfp4" and envs.VLLM_DEEPEPLL_NVFP4_DISPATCH:
                 raise tw.Unsupported(
                     "VLLM_DEEPEPLL_NVFP4_DISPATCH is 1; over Tokenway it must be 0: rows travel as they are"
