@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import by_source
 import numpy as np
 import pytest
+from by_source import EXPERTS, HIDDEN, MOST, TOP_K, Case, answered, batch, sent
 from frameworks import begin, here, mutated, need_devices, need_version, on_devices, programs_of, steps
 from harness import HANGS, PATIENT, said
 
@@ -15,87 +17,36 @@ import tokenway as tw
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 PINNED = "0.7.2.post1"
-EXPERTS, TOP_K, HIDDEN, MOST, INVALID = 6, 3, 32, 8, 77
-# name: (tokens of each rank, dtype of rows, dtype and number of scales, bound, weights, of ids)
-CASES: dict[str, tuple[tuple[int, int], str, tuple[str, int] | None, int | None, bool, str]] = {
-    "float32": ((5, 3), "float32", None, None, True, "int32"),
-    "bfloat16": ((8, 8), "bfloat16", None, 8, True, "int64"),
-    "a bound": ((2, 4), "bfloat16", None, 4, True, "int32"),
-    "no tokens": ((0, 3), "bfloat16", None, 3, True, "int32"),
-    "none at all": ((0, 0), "bfloat16", None, 1, True, "int32"),
-    "no weights": ((3, 1), "float32", None, None, False, "int64"),
-    "fp8 and scales": ((4, 6), "float8_e4m3fn", ("float32", 2), None, True, "int32"),
-    "packed nvfp4": ((4, 6), "uint8", ("float8_e4m3fn", 2), None, True, "int32"),
+INVALID = 77
+CASES = {
+    "float32": Case((5, 3), "float32"),
+    "bfloat16": Case((8, 8), "bfloat16", bound=8, ids="int64"),
+    "a bound": Case((2, 4), "bfloat16", bound=4),
+    "no tokens": Case((0, 3), "bfloat16", bound=3),
+    "none at all": Case((0, 0), "bfloat16", bound=1),
+    "no weights": Case((3, 1), "float32", weights="", ids="int64"),
+    "fp8 and scales": Case((4, 6), "float8_e4m3fn", ("float32", 2)),
+    "packed nvfp4": Case((4, 6), "uint8", ("float8_e4m3fn", 2)),
 }
 
 
-def batch(case: str, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows [T, H] of whole numbers, ids [T, K] with some of -1, weights) of a rank."""
-    count, rng = CASES[case][0][rank], np.random.default_rng([rank, len(case)])
-    ids = np.argsort(rng.random((count, EXPERTS)))[:, :TOP_K]
-    ids[::3, 1] = -1
-    weights = rng.integers(1, 4, (count, TOP_K)) if CASES[case][4] else np.ones((count, TOP_K))
-    return rng.integers(-4, 5, (count, HIDDEN)), ids, weights
+def exchanged(comm: Any, name: str, rank: int) -> dict[str, Any]:
+    """What a rank receives, and what it gets back."""
+    case = CASES[name]
+    values, ids, weights, scales = sent(case, rank)
+    came = comm.dispatch(values, ids, weights, hidden_states_scale=scales, max_tokens_per_rank=case.bound)
+    flat = came.hidden_states, came.topk_ids, came.topk_weights, came.hidden_states_scale
+    found, made = answered(case, rank, flat, INVALID, comm.params.token_dtype)
+    out = comm.combine(made if name != "a bound" else made.view(2, came.tokens_per_rank, HIDDEN))
+    buffer = comm.get_combine_input_buffer(made.dtype)
+    return found | {"out": out.float().cpu().numpy(), "buffer": buffer, "bound": came.tokens_per_rank}
 
 
-def exchanged(comm: Any, case: str, rank: int) -> dict[str, Any]:
-    """What a rank receives, and what it gets back: expert e multiplies by e + 1."""
-    import torch
-
-    _, dtype, scaled, bound, weighted, id_dtype = CASES[case]
-    rows, ids, weights = (torch.from_numpy(x).to(here()) for x in batch(case, rank))
-    values = rows.to(getattr(torch, dtype)) if dtype != "uint8" else rows[:, ::2].to(torch.uint8)
-    scales = rows[:, : scaled[1]].float().to(getattr(torch, scaled[0])) if scaled else None
-    came = comm.dispatch(
-        values,
-        ids.to(getattr(torch, id_dtype)),
-        weights.float() if weighted else None,
-        hidden_states_scale=scales,
-        max_tokens_per_rank=bound,
-    )
-    first = rank * comm.num_local_experts
-    ours = (came.topk_ids >= first) & (came.topk_ids < first + comm.num_local_experts)
-    factors = torch.where(ours, (came.topk_ids + 1) * (1 if came.topk_weights is None else came.topk_weights), 0)
-    told = came.hidden_states.view(torch.uint8) if dtype.startswith("float8") else came.hidden_states
-    used = came.topk_ids != INVALID  # a row that has a token has a choice that is somebody's
-    found = {
-        "rows": torch.where(used.any(1, keepdim=True), told.float(), 0).cpu().numpy(),
-        "ids": came.topk_ids.cpu().numpy().copy(),
-        "weights": None if came.topk_weights is None else came.topk_weights.cpu().numpy().copy(),
-        "scales": None if scales is None else came.hidden_states_scale.float().cpu().numpy().copy(),
-        "shape": (came.tokens_per_rank, len(came.hidden_states), str(came.topk_ids.dtype)),
-    }
-    made = torch.zeros(len(told), HIDDEN, dtype=comm.params.token_dtype, device=here())
-    known = came.hidden_states if dtype != "uint8" else came.hidden_states.repeat_interleave(2, dim=1)
-    made[used.any(1)] = (known.float() * factors.sum(1, keepdim=True))[used.any(1)].to(made.dtype)
-    out = comm.combine(made if case != "a bound" else made.view(2, came.tokens_per_rank, HIDDEN))
-    return found | {"out": out.float().cpu().numpy(), "buffer": comm.get_combine_input_buffer(made.dtype)}
-
-
-def judge(case: str, ranks: list[dict[str, Any]]) -> None:
-    counts, dtype, scaled, bound, weighted, _ = CASES[case]
-    b = MOST if bound is None else bound
-    batches = [batch(case, source) for source in range(2)]
-    for rank, found in enumerate(ranks):
-        assert found["shape"] == (b, 2 * b, "torch.int32") and found["buffer"] is None
-        for source, (rows, ids, weights) in enumerate(batches):
-            goes = [t for t in range(counts[source]) if ((ids[t] >= 0) & (ids[t] // 3 == rank)).any()]
-            block = slice(source * b, source * b + len(goes))
-            assert np.array_equal(np.where(found["ids"][block] == INVALID, -1, found["ids"][block]), ids[goes])
-            assert (found["ids"][source * b + len(goes) : (source + 1) * b] == INVALID).all()
-            if weighted:
-                mine = ids[goes] >= 0
-                assert np.array_equal(found["weights"][block][mine], weights[goes][mine])
-            else:
-                assert found["weights"] is None
-            if dtype in ("float32", "bfloat16"):
-                assert np.array_equal(found["rows"][block], rows[goes])
-            if scaled:
-                assert np.array_equal(found["scales"][block], rows[goes][:, : scaled[1]])
-        rows, ids, weights = batches[rank]
-        whole = rows if dtype != "uint8" else np.repeat(rows[:, ::2].astype(np.uint8), 2, axis=1)
-        factor = np.where(ids >= 0, weights * (ids + 1), 0).sum(1, keepdims=True)
-        assert np.allclose(found["out"], whole * factor, rtol=2**-7)  # each rank's part is rounded once
+def judge(name: str, ranks: list[dict[str, Any]]) -> None:
+    case = CASES[name]
+    bound = MOST if case.bound is None else case.bound
+    assert all(found["buffer"] is None and found["bound"] == bound for found in ranks)
+    by_source.judge(case, ranks, bound, INVALID, "torch.float32" if case.weights else None)
 
 
 # name: (text of a file, what a later hand may make of it, the case whose test must fail)
@@ -235,20 +186,20 @@ def rank_main(store: str) -> Any:
 
     of = {dtype: created(flashinfer, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     found: dict[str, Any] = {"backends": available_communication_backends()}
-    for case, (_, dtype, *_) in CASES.items():
+    for case, told in CASES.items():
         before = steps()
-        found[case] = exchanged(of.get(dtype, of["bfloat16"]), case, rank) | {"steps": steps() - before}
+        found[case] = exchanged(of.get(told.dtype, of["bfloat16"]), case, rank) | {"steps": steps() - before}
     found["groups"] = [len(peers.groups) for peers in groups.living()]
     names: dict[str, Any] = {}
     (program,) = programs_of("FlashInfer")
     exec(program, names)
-    of_guide = names["step"](bootstrap, *(torch.from_numpy(x).to(device) for x in batch("float32", rank)))
+    of_guide = names["step"](bootstrap, *(torch.from_numpy(x).to(device) for x in batch(CASES["float32"], rank)))
     found["guide"] = of_guide.float().cpu().numpy()
     found["misplaced"] = misplaced(lambda given: created(flashinfer, torch.float32, given=given), rank)
     found["refused"] = refused(of["float32"])
     found["after"] = exchanged(of["float32"], "float32", rank)
     for mutation, (old, new, case) in MUTATIONS.items():
-        comm = created(mutant(old, new), getattr(torch, CASES[case][1]), "mutant")
+        comm = created(mutant(old, new), getattr(torch, CASES[case].dtype), "mutant")
         found[mutation] = attempt(exchanged, comm, case, rank)
     found["wrong alone"] = attempt(wrong_alone, of["float32"], rank)
     for comm in of.values():
@@ -284,7 +235,7 @@ def test_one_group_serves_all(ran) -> None:
 def test_the_guide(ran) -> None:
     """Its program, whose experts double what they get."""
     for rank, found in enumerate(ran):
-        rows, ids, weights = batch("float32", rank)
+        rows, ids, weights = batch(CASES["float32"], rank)
         assert np.array_equal(found["guide"], 2 * rows * np.where(ids >= 0, weights, 0).sum(1, keepdims=True))
 
 
