@@ -94,6 +94,7 @@ FRAMEWORKS = (
     "torchtitan",
     "vllm",
     "sglang",
+    "tensorrt_llm",
 )
 BUDGET = {"suite": 600, "nccl": 720, "frameworks": 600, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
 TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)

@@ -321,8 +321,9 @@ def test_what_cannot_be_said_of_sizes() -> None:
 
 IMPORTS = """
 import sys
-FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer", "megatron")
+FRAMEWORKS = ("torch", "transformers", "accelerate", "flashinfer", "megatron", "tensorrt_llm")
 import tokenway, tokenway.integrations.flashinfer, tokenway.integrations.megatron, tokenway.integrations.transformers
+import tokenway.integrations.tensorrt_llm
 print([name for name in FRAMEWORKS if name in sys.modules])
 import tokenway.integrations.by_expert, tokenway.integrations.rank_major, tokenway.integrations.transformers_experts
 import tokenway.compat.deep_ep
@@ -355,10 +356,12 @@ def test_no_framework_is_imported() -> None:
         ({"torch": "2.6.0"}, r"^torch 2\.6\.0 is installed; .*tokenway\[torchtitan\]'"),
         ({"torch": "2.7.0"}, r"^torchtitan is not installed; needed is .* from 0\.3\.0 on, before 0\.4"),
         ({"torch": "2.7.0", "torchtitan": "0.4.0"}, r"^torchtitan 0\.4\.0 is installed"),
+        ({"torch": "2.7.0"}, r"^tensorrt-llm is not installed; needed is .* from 1\.2 on, before 1\.5"),
+        ({"torch": "2.7.0", "tensorrt-llm": "1.5.0rc0"}, r"^tensorrt-llm 1\.5\.0rc0 is installed"),
     ],
 )
 def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
-    from tokenway.integrations import flashinfer, megatron, transformers
+    from tokenway.integrations import flashinfer, megatron, tensorrt_llm, transformers
 
     def version(package: str) -> str:
         if package not in versions:
@@ -368,6 +371,7 @@ def test_versions_that_are_not_supported(monkeypatch, versions, told) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
     begin = flashinfer.register if "flashinfer" in told else transformers.register
     begin = partial(megatron.through_tokenway, None) if "megatron" in told else begin
+    begin = tensorrt_llm.register if "tensorrt-llm" in told else begin
     begin = partial(importlib.import_module, "tokenway.integrations.torchtitan") if "torchtitan" in told else begin
     said(caught(begin), "twUnsupported", told)
 

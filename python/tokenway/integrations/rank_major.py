@@ -15,14 +15,16 @@ from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 SCALES = "scales"  # the payload beside a row's values
+_TWICE = "a dispatch follows another one without a combine between them"
 
 
 class RankMajor:
     """A dispatch and its combine, then the next: rows by source, and a sum for each row back.
 
     shared: of the mode "low_latency"; group: its settings say which ids are received. max_tokens: of a rank in a step,
-    the same on all ranks. dtype, hidden: of the rows that experts return. dispatch_bytes: of a row that is sent, at
-    most, so that no later one makes the group grow; a larger one does. Making it is collective."""
+    the same on all ranks, until `make_room` says more. dtype, hidden: of the rows that experts return. dispatch_bytes:
+    of a row that is sent, at most, so that no later one makes the group grow; a larger one does. Making it is
+    collective."""
 
     def __init__(self, shared: SharedGroup, max_tokens: int, dtype: torch.dtype, hidden: int, dispatch_bytes: int):
         self.shared, self.max_tokens = shared, max_tokens
@@ -30,8 +32,21 @@ class RankMajor:
         self._handle: Any = None  # dispatched, not combined yet
         self._views: dict[Any, TypedGroup] = {}  # by the shape and dtype of rows and scales
         size = max(dispatch_bytes, hidden * dtype.itemsize)
-        rows = tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden)
-        self._view = shared.with_room(rows, max_tokens)  # the group as the last dispatch's rows see it
+        self._largest = tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden)
+        self._view = shared.with_room(self._largest, max_tokens)  # the group as the last dispatch's rows see it
+
+    def make_room(self, tokens: int) -> None:
+        """For dispatches of up to so many tokens of a rank from now on: what all ranks know, alike on all of them.
+        Collective where that is more than before, else nothing. InvalidUsage on a rank that has left a combine out, as
+        of `dispatch`, once there is room."""
+        if tokens <= self.max_tokens:
+            return
+        missing = self._refuse_pending()  # or its peers would wait in that one, and this rank here
+        self.shared.with_room(self._largest, tokens)
+        self.max_tokens = tokens
+        if missing:
+            with self.telling(tokens):
+                raise tw.InvalidUsage(_TWICE)
 
     @contextmanager
     def telling(self, bound: Any = None) -> Iterator[None]:
@@ -42,11 +57,17 @@ class RankMajor:
 
     def _refuse(self, bound: Any) -> None:
         # Both: a call of dispatch is a step of all ranks, so that whoever left the combine out is in step again.
-        pending, self._handle = self._handle, None
-        if pending is not None:
-            gradients.refuse_combine(pending, self._view)
-            give_back(pending)
+        self._refuse_pending()
         self._view.refuse_dispatch("rank_major", self.max_tokens if bound is None else bound)
+
+    def _refuse_pending(self) -> bool:
+        """Tells peers, who wait in it, that a combine does not come. Returns whether one was missing."""
+        pending, self._handle = self._handle, None
+        if pending is None:
+            return False
+        gradients.refuse_combine(pending, self._view)
+        give_back(pending)
+        return True
 
     def dispatch(
         self, tokens: Tensor, ids: Tensor, weights: Tensor | None, scales: Tensor | None, bound: int | None
@@ -78,7 +99,7 @@ class RankMajor:
         """The group as such rows see it."""
         with self.telling(bound):
             if self._handle is not None:
-                raise tw.InvalidUsage("a dispatch follows another one without a combine between them")
+                raise tw.InvalidUsage(_TWICE)
             for name, given in (("tokens", tokens), ("scales", scales)):
                 if given is not None and given.dim() != 2:
                     raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
