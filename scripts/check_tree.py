@@ -110,18 +110,22 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "package": ("__init__", GROUPS | {"rows"}),
     # how does a framework run it that calls another library
     "plugins": ("integrations/sglang", {"compat", "integrations", "package"}),
-    # how does a framework run it; nothing but the last and the next imports this room
+    # how does a framework run it; nothing but the last, the next and bench imports this room
     "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks", "native"}),
-    # how does code run that calls another library; nothing imports this room
+    # how does code run that calls another library; nothing but plugins and bench imports this room
     "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
     # how fast is it; no other room but the command line knows of it
-    "bench": ("bench/", LIBRARY),
+    "bench": ("bench/", LIBRARY | {"integrations", "compat"}),
     # what does a command do
     "command": ("cli info plan", LIBRARY | {"bench"}),
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "compat"}
-NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("gpu_case", "layer_case", "returns")}
+NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("decoder", "gpu_case", "layer_case", "mixings", "returns")}
+NEEDS_TORCH |= {
+    f"tokenway.bench.framework_{name}"
+    for name in ("deep_ep", "engine", "exchange", "megatron", "place", "scatter", "vllm", "ways")
+}
 NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
     for name in (

@@ -197,7 +197,7 @@ def test_stretches(torch, monkeypatch) -> None:
 
     calls: list[str] = []
     monkeypatch.setattr(PretendEvent, "calls", calls, raising=False)
-    monkeypatch.setattr(graphs, "_captured", Graph)
+    monkeypatch.setattr(graphs, "captured", Graph)
     monkeypatch.setattr(torch.cuda, "Event", PretendEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", PretendStream)
     control = Control(tw.local_comms(1)[0])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenway import machine, usage
-from tokenway.bench import auxiliary, collectives, cpu, layer, modes, nvlink, overhead, portable, report
+from tokenway.bench import auxiliary, collectives, cpu, frameworks, layer, modes, nvlink, overhead, portable, report
 from tokenway.bench.case import short_routing
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
@@ -29,6 +29,8 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         return overhead.measure
     if settings.layer:
         return layer.measure
+    if settings.frameworks is not None:
+        return frameworks.measure
     if settings.collective is not None:
         return collectives.measure
     if settings.both_modes:
@@ -61,7 +63,7 @@ def record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
     told = asdict(settings)
     for name in ("json", "plot", "timeline", "launched"):
         del told[name]  # where it was written is nobody's business
-    for name in ("nvlink", "portable"):
+    for name in ("nvlink", "portable", "frameworks"):
         if told[name] is None:
             del told[name]
     told["routings"] = [short_routing(name) for name in settings.routings]

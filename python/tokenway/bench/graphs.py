@@ -45,7 +45,7 @@ class Replay:
             body()
             self._inner[1].record()
 
-        self._graph = _captured(timed, self._stream)
+        self._graph = captured(timed, self._stream)
 
     def once(self, control: Control) -> tuple[float, float]:
         """One replay on all ranks: ns per call between the graph's events, and outside. Collective."""
@@ -67,7 +67,7 @@ class Replay:
         self._graph.reset()
 
 
-def _captured(body: Call, stream: Any) -> Any:
+def captured(body: Call, stream: Any) -> Any:
     """A graph of what `body` enqueues, on the device already."""
     import torch
 
@@ -126,7 +126,7 @@ class Stretches:
                     call(number)
                     end.record()
 
-        self._graph = _captured(turns, self._stream)
+        self._graph = captured(turns, self._stream)
 
     def once(self, control: Control) -> tuple[float, ...]:
         """One replay on all ranks: of each phase the ns of its median turn. Collective."""

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 from tokenway import portable, usage
 from tokenway._header import MODES
-from tokenway.bench import alternatives, baselines, collective_baselines, nccl, nvlink_options, portable_options
+from tokenway.bench import (
+    alternatives,
+    baselines,
+    collective_baselines,
+    framework_options,
+    nccl,
+    nvlink_options,
+    portable_options,
+)
 from tokenway.bench.case import DTYPES, EXACT_LAYOUTS, FP8, LAYOUTS
 from tokenway.bench.control import MAX_RANKS
 from tokenway.bench.libraries import LIBRARIES
@@ -21,7 +29,7 @@ from tokenway.usage import UsageError, listed, number, one_of
 
 BACKENDS = ("cpu", "nvlink", "torch")
 MAX_TOKENS = 1 << 20
-KINDS = (alternatives, nvlink_options, portable_options)
+KINDS = (alternatives, framework_options, nvlink_options, portable_options)
 # (option, another that does not go with it, why)
 APART = (
     ("--backward", "--dtype fp8", "gradients return as bfloat16, in a group of their own"),
@@ -83,19 +91,20 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings from parsed options and the environment. Raises UsageError."""
     gpu = nvlink_options.from_arguments(args)
     apart = portable_options.from_arguments(args)
+    integrations = framework_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
     both_modes = args.mode == "auto" and not args.layer
     # Ways are measured beside each other.
     beside = (apart is not None or both_modes or args.returns) and not args.baselines
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
-    given = ("none",) if untimed else args.baselines or ("auto",)
+    given = ("none",) if untimed or integrations is not None else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
     dtype = nvlink_options.dtype(args) or "bfloat16"
     settings = Settings(
         ranks=ranks,
         launched=launched,
-        profiles=args.profile or Settings.profiles,
+        profiles=args.profile or (Settings.profiles if integrations is None else framework_options.PROFILES),
         routings=args.routing or Settings.routings,
         tokens=args.tokens or _tokens(args, gpu),
         dtype=FP8 if dtype == "fp8" else dtype,
@@ -119,6 +128,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         plot=args.plot,
         nvlink=gpu,
         portable=apart,
+        frameworks=integrations,
     )
     _check_together(settings)
     if settings.layer:
@@ -129,6 +139,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         nvlink_options.check(settings)
     if apart is not None:
         portable_options.check(settings)
+    if integrations is not None:
+        framework_options.check(settings)
     return settings
 
 
@@ -138,6 +150,8 @@ def _tokens(args: argparse.Namespace, gpu: Nvlink | None) -> tuple[int, ...]:
         return (8,) if args.quick else (128,)
     if args.quick:
         return (1, 8, 32)
+    if args.frameworks is not None and gpu is not None:
+        return framework_options.TOKENS
     return Settings.tokens if gpu is None else nvlink_options.TOKENS
 
 
@@ -176,6 +190,7 @@ def _check_together(settings: Settings) -> None:
         "--baselines": settings.baselines,
         "--collective": settings.collective,
         "--dtype fp8": settings.dtype == FP8,
+        "--frameworks": settings.frameworks is not None,
         "--layer": settings.layer,
         "--mode auto": settings.both_modes,
         "--overhead": settings.overhead,

@@ -23,6 +23,7 @@ from tokenway.bench.tables import (
     auxiliary,
     collectives,
     cpu,
+    frameworks,
     layer,
     modes,
     nvlink,
@@ -57,6 +58,7 @@ PARTS = {
     "modes": Kind(modes.tables, modes.notes),
     "returns": Kind(returns.tables),
     "layers": Kind(layer.tables, layer.notes),
+    "frameworks": Kind(frameworks.tables, frameworks.notes),
 }
 BACKENDS = {
     "cpu": Kind(cpu.tables),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenway.bench.case import Case
+from tokenway.bench.framework_options import Frameworks
 from tokenway.bench.nvlink_options import Nvlink
 from tokenway.bench.portable_options import Portable
 from tokenway.bench.profiles import PROFILES
@@ -45,6 +46,7 @@ class Settings:
     plot: str | None = None
     nvlink: Nvlink | None = None  # None: the CPU backend
     portable: Portable | None = None  # likewise
+    frameworks: Frameworks | None = None  # integrations beside frameworks, instead of dispatch and combine
 
     def cases(self) -> list[Case]:
         """The rows of the run, in order."""
