@@ -83,6 +83,7 @@ def _config(shape: Shape, dtype: torch.dtype) -> Any:
 class _Megatron(Way):
     framework = "megatron"
     kind = ""  # Megatron's class
+    probabilities = "rounded"  # which of a step's: Megatron sums in their dtype, which is that of rows as a rule
 
     def __init__(self, place: Place, shape: Shape):
         super().__init__(place, shape)
@@ -100,7 +101,8 @@ class _Megatron(Way):
     def pair(self, step: Step, experts: Ones) -> Tensor:
         """The calls of a layer around its experts."""
         made = self._dispatcher
-        rows, probabilities = made.dispatch_preprocess(step.x[:, None], step.chosen, step.probabilities)
+        probabilities = getattr(step, self.probabilities)
+        rows, probabilities = made.dispatch_preprocess(step.x[:, None], step.chosen, probabilities)
         rows, probabilities = made.token_dispatch(rows, probabilities)
         rows, counts, probabilities = made.dispatch_postprocess(rows, probabilities)
         rows = made.combine_preprocess(experts.by_expert(rows, counts, probabilities))
@@ -131,10 +133,10 @@ class Dispatcher(_Megatron):
 
 
 class Flex(_Megatron):
-    """Megatron's own dispatcher for deep_ep, which is Tokenway's."""
+    """Megatron's own dispatcher for deep_ep, which is Tokenway's; it wants probabilities of float32."""
 
     name, steps, kind, note = "Megatron flex, compat deep_ep", 2, "MoEFlexTokenDispatcher", _NOTE
-    rivals = ("megatron",)
+    rivals, probabilities = ("megatron",), "probabilities"
 
 
 class _Own(_Megatron):

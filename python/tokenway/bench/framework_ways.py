@@ -32,6 +32,7 @@ class Step:
     weights: Tensor  # [T, K] float32
     chosen: Tensor  # [T, E] bool
     probabilities: Tensor  # [T, E] float32, 0 where nothing was chosen
+    rounded: Tensor  # the same in the dtype of x
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def steps_of(place: Place, shape: Shape, routing: str) -> list[Step]:
         told = generate(place.rank, shape.tokens, p.experts, p.top_k, seed + number, ranks=place.ranks)
         ids, weights = (torch.from_numpy(values).to(place.device) for values in told)
         probabilities = torch.zeros(shape.tokens, p.experts, device=place.device).scatter_(1, ids.long(), weights)
-        made.append(Step(x, ids.long(), ids, weights, probabilities > 0, probabilities))
+        rounded = probabilities.to(place.dtype)
+        made.append(Step(x, ids.long(), ids, weights, probabilities > 0, probabilities, rounded))
     return made
 
 
@@ -73,7 +75,7 @@ class Ones:
     """Experts that answer ones, from memory that is there."""
 
     def __init__(self, place: Place):
-        self._ones = torch.ones(0, dtype=place.dtype, device=place.device)
+        self._all = [torch.ones(0, dtype=place.dtype, device=place.device)]  # graphs read those of before too
 
     def chosen(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Rows [R, H] with all their choices [R, K], of any rank's experts."""
@@ -92,9 +94,9 @@ class Ones:
         return self._like(rows)
 
     def _like(self, rows: Tensor) -> Tensor:
-        if rows.numel() > self._ones.numel():  # in the first calls alone
-            self._ones = self._ones.new_ones(rows.numel())
-        return self._ones[: rows.numel()].view(rows.shape)
+        if rows.numel() > self._all[-1].numel():  # in the first calls alone
+            self._all.append(self._all[-1].new_ones(rows.numel()))
+        return self._all[-1][: rows.numel()].view(rows.shape)
 
 
 class Weighing(Ones):

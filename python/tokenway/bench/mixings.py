@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tokenway.bench.layer_case import Layer
 from tokenway.integrations import collectives
+from tokenway.pytorch.nn import balance_loss
 
 
 class Mixing:
@@ -60,7 +61,8 @@ class _Gathering(Mixing):
 
     def __call__(self, layer: int, rows: Tensor, shared: Tensor) -> Tensor:
         made = self.layers[layer]
-        ids, weights, _ = made.route(rows)
+        ids, weights, probabilities = made.route(rows)
+        balance_loss(probabilities, ids)  # as the layer of `tokenway.nn` has it, so that all ways do the same
         sums = self._computed(made, *self._gather(rows, ids, weights))
         return self._scatter(sums)[: len(rows)] + shared
 
