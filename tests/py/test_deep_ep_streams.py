@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +165,37 @@ def test_events_as_blocks(pretended, streams) -> None:
     assert pretended.since() == ["main waits for what main held"] and called == [1] and event.event is None
     with pytest.raises(AssertionError, match="has no event"):
         event.current_stream_wait()
+
+
+def test_who_waits_for_what_a_buffer_gives_later(torch, pretended, streams, monkeypatch) -> None:
+    """The memory of an EPBuffer's deferred calls is noted for the stream that waits, whichever it is: of a dispatch
+    rows, scales, ids, weights and what the handle keeps; of a combine sums and weights."""
+    from tokenway.compat.deep_ep import EPBuffer, ranks
+
+    other, x, none = Stream("other", pretended.told), torch.ones(2, 4), None
+    kept = SimpleNamespace(plan=SimpleNamespace(kept=lambda: (x, none, x)))
+    deferred = {"async_with_compute_stream": True, "defer_epilogue": True}
+
+    def called(*results: Any) -> Any:
+        with streams.call(None, True) as call:
+            call.gives(*results[:2])
+        return (*results, call.event)
+
+    def noted(event: Any) -> Any:
+        pretended.since()
+        with pretended.on(other):
+            found = event.wait()
+        return found, pretended.since()
+
+    buffer = object.__new__(EPBuffer)
+    buffer.group = None
+    monkeypatch.setattr(ranks, "of", lambda *_: (SimpleNamespace(streams=streams), None))
+    monkeypatch.setattr(buffer, "_dispatch", lambda *_: called((x, x), x, x, kept), raising=False)
+    monkeypatch.setattr(buffer, "_combine", lambda *_: (*called(x, none), lambda: None), raising=False)
+    found, told = noted(buffer.dispatch(x, x, num_experts=8, **deferred))
+    assert found == ((x, x), x, x, kept)
+    assert told == ["other waits for what own held"] + ["noted for other"] * 6
+    found, told = noted(buffer.combine(x, kept, **deferred))
+    assert found == (x, none) and told == ["other waits for what own held", "noted for other"]
+    pretended.own.captured = other.captured = True  # the allocator cannot note it
+    assert noted(buffer.combine(x, kept, **deferred))[1] == ["other waits for what own held"]
