@@ -1,11 +1,10 @@
-"""vLLM's modular kernels through Tokenway, and vLLM's own DeepEP classes over its deep_ep: two ranks.
+"""vLLM's modular kernels through Tokenway, and vLLM's own DeepEP classes over its deep_ep: two ranks, on GPUs or not.
 
 `make test-frameworks` has the packages: vLLM itself, built without kernels, and what importing its MoE layers needs."""
 
 from __future__ import annotations
 
 import importlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,18 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from frameworks import attempt, install_entry_points, mutated, need_version, packages_apart, programs_of, steps
-from harness import AT_ONCE, HANGS, PATIENT, said
+from frameworks import (
+    attempt,
+    install_entry_points,
+    mutated,
+    need_devices,
+    need_version,
+    on_devices,
+    packages_apart,
+    programs_of,
+    steps,
+)
+from harness import AT_ONCE, HANGS, said
 from vllm_ranks import (
     EXPERTS,
     HIDDEN,
@@ -26,15 +35,16 @@ from vllm_ranks import (
     OWN,
     apply,
     begin,
+    connect,
     given,
     in_step,
     kernel_of,
-    manager_of,
     own_case,
     quantized,
     run_own,
     wanted,
 )
+from vllm_turns import run_micro_batches
 
 import tokenway as tw
 
@@ -42,7 +52,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 PINNED = "0.33.0"
 # batched: the format; sizes: tokens of each rank; known: vLLM knows these on the host; none: some ids are -1; input:
-# weights are applied to what is sent; robin: experts are placed by turns; rows: that experts get, of a rank
+# weights are applied to what is sent; robin: experts are placed by turns; results: columns that experts return, None
+# for all; rows: that experts get, of a rank
 SLOTS: dict[str, Any] = {
     "batched": False,
     "sizes": (5, 3),
@@ -54,6 +65,7 @@ SLOTS: dict[str, Any] = {
     "quant": None,
     "input": False,
     "robin": False,
+    "results": None,
     "rows": (10, HIDDEN),
 }
 FLAT, BATCHED = SLOTS | {"known": False, "rows": None}, SLOTS | {"batched": True, "rows": (3, 2 * MOST, HIDDEN)}
@@ -66,6 +78,9 @@ CASES: dict[str, dict[str, Any]] = {
     "slots, fp8 by blocks": SLOTS | {"quant": "fp8", "hidden": 256, "rows": (10, 256)},
     "slots, nvfp4": SLOTS | {"quant": "nvfp4", "rows": (10, HIDDEN // 2)},
     "slots, one scale made where they arrive": SLOTS | {"quant": "one scale"},
+    "slots, results without padding": SLOTS | {"results": 24},  # as of vLLM's experts for MXFP4
+    "slots, fp8 by blocks, results without padding": SLOTS
+    | {"quant": "fp8", "hidden": 256, "rows": (10, 256), "results": 200, "dtype": "bfloat16"},
     "as many as come": FLAT,
     "as many as come, bfloat16": FLAT | {"dtype": "bfloat16"},
     "as many as come, no tokens here": FLAT | {"sizes": (0, 3)},
@@ -74,6 +89,8 @@ CASES: dict[str, dict[str, Any]] = {
     "as many as come, nvfp4": FLAT | {"quant": "nvfp4"},
     "as many as come, nvfp4, none at all": FLAT | {"quant": "nvfp4", "sizes": (0, 0)},
     "as many as come, one scale": FLAT | {"quant": "one scale"},
+    "as many as come, results without padding": FLAT | {"results": 24},
+    "as many as come, none at all, results without padding": FLAT | {"sizes": (0, 0), "results": 24},
     "slots, for graphs": SLOTS | {"backend": ONE},
     "slots, for graphs, bfloat16, none at all": SLOTS
     | {"backend": ONE, "dtype": "bfloat16", "sizes": (0, 0), "rows": (2, HIDDEN)},
@@ -105,14 +122,17 @@ def run_case(case: dict[str, Any], config: Any, rank: int, fail: Any = None) -> 
     before, data = steps(), given(case, rank)
     with in_step(case, config, rank), patch.object(utils, "moe_kernel_quantize_input", quantized):
         out = apply(kernel, case, rank, *data)
-    return {"out": out.float().numpy(), "steps": steps() - before, "given": type(experts).given, "data": data}
+    told = dict(type(experts).given)
+    if told.get("counts") is not None:
+        told["counts"] = told["counts"].tolist()
+    return {"out": out.float().cpu().numpy(), "steps": steps() - before, "given": told, "data": data}
 
 
 def judge(case: dict[str, Any], ranks: list[Any], refused: int = 0) -> None:
     """refused: combines of an earlier step, which rank 1 has refused."""
     for rank, found in enumerate(ranks):
         assert isinstance(found, dict), found
-        out = wanted(*found["data"], case["input"])
+        out = wanted(*found["data"], case["input"])[:, : case["results"]]
         assert found["out"].shape == out.shape and np.isfinite(found["out"]).all()
         assert np.abs(found["out"] - out).max(initial=0) <= CLOSE[case["dtype"]] * max(np.abs(out).max(initial=0), 1)
         assert found["steps"] == 2 + refused * rank  # a dispatch and a combine
@@ -137,7 +157,7 @@ def run_alias(config: Any, rank: int) -> Any:
     ids[0] = 4 - 3 * rank  # so that rows move
     out = apply(kernel, case, rank, rows, ids, weights)
     aliased = type(experts).given["output"] == out.untyped_storage().data_ptr()
-    return aliased, out.numpy(), wanted(rows, ids, weights)
+    return aliased, out.cpu().numpy(), wanted(rows, ids, weights)
 
 
 # ---- what fails --------------------------------------------------------------------------------------------
@@ -147,16 +167,25 @@ def no_memory(*_: Any) -> Any:
     raise RuntimeError("no memory, say")
 
 
-# name: what rank 1 gives in place of (rows, ids, weights), what it is told, and of which formats
-WRONG: dict[str, tuple[Any, str, str]] = {
-    "ids": (lambda x, ids, w: (x, ids + EXPERTS, w), "InvalidArgument", r"ids\[0, "),
+# name: what rank 1 gives in place of (rows, ids, weights), the dtype of its rows, and what it is told
+WRONG: dict[str, tuple[Any, str, str, str]] = {
+    "ids": (lambda x, ids, w: (x, ids + EXPERTS, w), "float32", "InvalidArgument", r"ids\[0, "),
     "tokens": (
         lambda x, ids, w: tuple(each.repeat(7, 0) for each in (x, ids, w)),
+        "float32",
         "InvalidArgument",
         r"^a1 has 21 rows; it must have at most",
     ),
-    "weights": (lambda x, ids, w: (x, ids, w[:, :2]), "InvalidArgument", "weights"),
+    "weights": (lambda x, ids, w: (x, ids, w[:, :2]), "float32", "InvalidArgument", "weights"),
+    "types": (lambda *same: same, "float64", "InvalidArgument", "^a1 is float64"),
 }
+
+
+def refused(name: str, wrong: str) -> bool:
+    """Whether that is refused in that format, by this call: one without a bound has room for these tokens; weights by
+    expert are read by the combine; ids in a device's memory act as -1 (tests/gpu/test_bad_ids.py)."""
+    elsewhere = ("as many as come", "tokens"), ("batched", "weights")
+    return (name, wrong) not in elsewhere and not (wrong == "ids" and on_devices())
 
 
 def run_failing(config: Any, rank: int) -> dict[str, Any]:
@@ -171,13 +200,16 @@ def run_failing(config: Any, rank: int) -> dict[str, Any]:
         else:
             told[f"{name}: experts"] = outcome, time.monotonic() - began
             told[f"{name}: then"] = attempt(run_case, case, config, rank)
-        for wrong, (change, *_) in WRONG.items():
-            if (name, wrong) in ((("as many as come"), "tokens"), ("batched", "weights")):
-                continue  # which has room for these; whose weights are its own affair until the combine
+        for wrong, (change, dtype, *_) in WRONG.items():
+            if not refused(name, wrong):
+                continue
             began, (kernel, _) = time.monotonic(), kernel_of(case, config)
             data = given(case, rank)
             with in_step(case, config, rank):
-                outcome = attempt(apply, kernel, case, rank, *(change(*data) if rank == 1 else data))
+                if rank == 1:
+                    outcome = attempt(apply, kernel, case | {"dtype": dtype}, rank, *change(*data))
+                else:
+                    outcome = attempt(apply, kernel, case, rank, *data)
             told[f"{name}: {wrong}"] = outcome, time.monotonic() - began
             told[f"{name}: {wrong}, then"] = attempt(run_case, case, config, rank)
         kernel, _ = kernel_of(case, config)
@@ -185,55 +217,6 @@ def run_failing(config: Any, rank: int) -> dict[str, Any]:
             lambda kernel=kernel: kernel.prepare_finalize.finalize(None, None, None, None, False, None)
         )
     return told
-
-
-# ---- micro-batches -----------------------------------------------------------------------------------------
-
-
-class Event:
-    """Of a device, of which there is none."""
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-
-def run_micro_batches(case: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
-    """Two, as vLLM's contexts let them take turns: one is sent while the other computes."""
-    import torch
-    from vllm import forward_context
-    from vllm.forward_context import DPMetadata, create_forward_context
-    from vllm.v1.worker import ubatching
-
-    stream, order, out = object(), [], [None, None]
-    cases = [case, case | {"sizes": (2, 4)}]
-    data = [given(each, rank) for each in cases]
-    kernels = [kernel_of(each, config, lambda _, i=i: order.append(f"experts {i}"))[0] for i, each in enumerate(cases)]
-    manager_of(LOW if case["batched"] else HIGH).set_num_sms(20)  # as vLLM does around micro-batches
-    told = [DPMetadata(torch.tensor(each["sizes"], dtype=torch.int32)) for each in cases]
-    contexts = [create_forward_context(None, config, each if case["known"] else None) for each in told]
-    barrier, before = threading.Barrier(3), steps()
-    with (
-        patch.object(torch, "Event", Event),
-        patch.object(ubatching, "current_stream", lambda: stream),
-        patch.object(forward_context, "_forward_context", None),  # which contexts of micro-batches leave set
-    ):
-        ubatches = ubatching.make_ubatch_contexts(2, stream, stream, contexts, barrier)
-
-        def run(i: int) -> None:
-            torch.set_num_threads(1)
-            with ubatches[i]:
-                order.append(f"begin {i}")
-                out[i] = attempt(apply, kernels[i], cases[i], rank, *data[i])
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        barrier.wait()
-        ubatches[0].cpu_wait_event.set()
-        for thread in threads:
-            thread.join()
-    arrays = [each if isinstance(each, tuple) else each.numpy() for each in out]
-    return {"out": arrays, "wanted": [wanted(*each) for each in data], "order": order, "steps": steps() - before}
 
 
 # ---- the plugin --------------------------------------------------------------------------------------------
@@ -341,23 +324,21 @@ def rank_main(store: str) -> Any:
     import torch.distributed as dist
 
     rank, config = begin(store)
-    from vllm.distributed import get_ep_group
-
-    from tokenway.integrations import groups
-
-    groups.of(get_ep_group().cpu_group, timeout=PATIENT)
     folder = Path(f"{store}-{rank}")
     folder.mkdir()
     found: dict[str, Any] = {"plugin": attempt(run_plugin, folder)}
     names: dict[str, Any] = {}
     (program,) = programs_of("vLLM")
     exec(program, names)
+    found["manager"] = connect(config, rank)
     for name, case in CASES.items():
         found[name] = attempt(run_case, case, config, rank)
     found["alias"] = attempt(run_alias, config, rank)
     found["failing"] = attempt(run_failing, config, rank)
     for name, case in (("slots", SLOTS), ("as many as come", FLAT), ("batched", BATCHED)):
         found[f"micro-batches, {name}"] = attempt(run_micro_batches, case, config, rank)
+        left = attempt(run_micro_batches, case, config, rank, no_memory)
+        found[f"left out, {name}"] = left, attempt(run_case, case, config, rank)
     for mutation, change in MUTATIONS.items():
         found[mutation] = run_mutant(*change, config, rank)
     found["in use"] = names["in_use"]()
@@ -373,6 +354,7 @@ def apart(torch: Any) -> Iterator[None]:
     with packages_apart():
         importlib.invalidate_caches()
         need_version("vllm", PINNED)
+        need_devices()
         yield
 
 
@@ -398,10 +380,9 @@ def test_experts_that_write_to_the_output(ran) -> None:
 def test_what_fails_on_one_rank(ran, case) -> None:
     """Its peers are told at once, or, where its experts fail, when it comes to its next step; which is as ever."""
     first, second = (found["failing"] for found in ran)
-    sentences = {wrong: told for wrong, (_, *told) in WRONG.items()} | {"experts": ["RuntimeError", "^no memory, say"]}
+    sentences = {wrong: told for wrong, (_, _, *told) in WRONG.items() if refused(case, wrong)}
+    sentences["experts"] = ["RuntimeError", "^no memory, say"]
     for wrong, (kind, sentence) in sentences.items():
-        if f"{case}: {wrong}" not in first:
-            continue
         said(second[f"{case}: {wrong}"][0], kind, sentence)
         outcome, took = first[f"{case}: {wrong}"]
         said(outcome, "PeerRefused", "rank 1")
@@ -423,6 +404,28 @@ def test_micro_batches(ran, case) -> None:
             assert np.array_equal(out, right)
         assert told["steps"] == 4
         assert told["order"] == ["begin 0", "begin 1", "experts 0", "experts 1"]
+
+
+@pytest.mark.parametrize("case", ["slots", "as many as come", "batched"])
+def test_a_combine_that_a_micro_batch_leaves_out(ran, case) -> None:
+    """On rank 1, where experts of the second raise: its peer is told by rank 1's next step, outside of micro-batches;
+    the first is as ever, and so is that step."""
+    first, second = (found[f"left out, {case}"] for found in ran)
+    for rank, (told, _) in enumerate((first, second)):
+        assert isinstance(told, dict), told
+        assert np.array_equal(told["out"][0], told["wanted"][0])
+        assert told["order"] == ["begin 0", "begin 1", "experts 0", "experts 1"] and told["steps"] == 4 - rank
+    said(second[0]["out"][1], "RuntimeError", "^no memory, say")
+    said(first[0]["left"], "PeerRefused", "rank 1")
+    assert second[0]["left"] is None
+    judge(CASES[case], [then for _, then in (first, second)], 1)
+
+
+def test_the_manager_of_vllms_communicator(ran) -> None:
+    """That for GPUs makes Tokenway's, as it finds the class in the place of DeepEP's."""
+    if not on_devices():
+        pytest.skip("two CUDA devices are missing: that for CPUs has one of its own in place of all others")
+    assert [found["manager"] for found in ran] == ["TokenwayManager"] * 2
 
 
 @pytest.mark.parametrize("name", OWN)

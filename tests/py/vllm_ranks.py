@@ -1,79 +1,124 @@
 """What tests of vLLM have in common: ranks as vLLM sets them up, and experts of PyTorch alone.
 
-vLLM's own kernels of experts need a GPU or Triton. Theirs is everything around: process groups, configs, the modular
-kernel, the contexts of forward passes and micro-batches."""
+vLLM's own kernels of experts are not built here. Theirs is everything around: process groups, configs, the modular
+kernel, the contexts of forward passes and micro-batches; and on GPUs platform, communicators and workspaces."""
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import re
+import sys
+import types
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
+import frameworks
 import numpy as np
-from frameworks import steps
+from frameworks import here, steps
+from harness import PATIENT
 
 import tokenway as tw
 
 EXPERTS, HIDDEN, WIDTH, MOST = 6, 32, 8, 16
 HIGH, LOW, ONE = "deepep_high_throughput", "deepep_low_latency", "flashinfer_nvlink_one_sided"
 _kept = ExitStack()  # what lasts as long as the process
+_made: dict[str, Any] = {}  # managers, by vLLM's name of the backend, which layers have in common
 
 
-def begin(store: str) -> tuple[int, Any]:
-    """(rank, vLLM's config) of a process: data-parallel attention and expert-parallel layers over two ranks of gloo."""
-    import torch
-    import torch.distributed as dist
+def begin(store: str, blocking: bool = True) -> tuple[int, Any]:
+    """(rank, vLLM's config) of a process, on the CPU or on a device each (`frameworks.begin`): data-parallel attention
+    and expert-parallel layers over two ranks, whose groups `connect` makes."""
+    rank, device = frameworks.begin(store, 2, blocking)
+    if device.type == "cpu":
+        from vllm import platforms
+        from vllm.platforms.cpu import CpuPlatform
 
-    rank = int(os.environ["TOKENWAY_RANK"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    from vllm import platforms
-    from vllm.platforms.cpu import CpuPlatform
-
-    platforms._current_platform = CpuPlatform()  # vLLM finds it by the name of its own release alone
+        platforms._current_platform = CpuPlatform()  # vLLM finds it by the name of its own release alone
+    else:
+        stand_in_for_kernels()
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=rank, enable_expert_parallel=True)
     config = VllmConfig(parallel_config=parallel)
     _kept.enter_context(set_current_vllm_config(config))
-    parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-    parallel_state.initialize_model_parallel(backend="gloo")
+    init_workspace_manager(device, num_ubatches=2)
     return rank, config
 
 
-def moe_config(config: Any, backend: str, top_k: int, hidden: int, dtype: Any, most: int = MOST) -> Any:
-    """Of a layer whose experts are the ranks' in turn."""
+def stand_in_for_kernels() -> None:
+    """Lets vLLM's platform for GPUs be imported where its kernels were not built, of which none is supported then."""
+    kernels = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"
+    if importlib.util.find_spec(kernels[0]) is not None:
+        return
+    sys.modules |= {name: types.ModuleType(name) for name in kernels}
+    from vllm import _custom_ops
+
+    for name in vars(_custom_ops):
+        if re.match("cutlass_.*support", name):
+            setattr(_custom_ops, name, lambda *_: False)
+
+
+def connect(config: Any, rank: int) -> str:
+    """Makes vLLM's process groups, as its workers do. Returns which manager its communicator has made for layers."""
+    from vllm.distributed import get_ep_group, parallel_state
+
+    from tokenway.integrations import groups
+
+    config.parallel_config.all2all_backend = HIGH
+    backend = "gloo" if here().type == "cpu" else "nccl"
+    parallel_state.init_distributed_environment(1, 0, local_rank=rank, backend=backend)
+    parallel_state.initialize_model_parallel(backend=backend)
+    groups.of(get_ep_group().cpu_group, device=here(), timeout=PATIENT)
+    made = get_ep_group().device_communicator.all2all_manager
+    if here().type != "cpu":
+        _made[HIGH] = made  # which layers get from the communicator
+    return type(made).__name__
+
+
+def moe_config(config: Any, backend: str, case: dict[str, Any]) -> Any:
+    """Of a layer whose experts are the ranks' in turn. case: top_k, hidden, dtype; experts; most: tokens of a rank."""
+    import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     config.parallel_config.all2all_backend = backend
     parallel = FusedMoEParallelConfig.make(1, 1, 2, 1, config.parallel_config)
+    experts = case.get("experts", EXPERTS)
     return FusedMoEConfig(
-        num_experts=EXPERTS,
-        experts_per_token=top_k,
-        hidden_dim=hidden,
+        num_experts=experts,
+        experts_per_token=case["top_k"],
+        hidden_dim=case["hidden"],
         intermediate_size=WIDTH,
-        num_local_experts=EXPERTS // 2,
-        num_logical_experts=EXPERTS,
+        num_local_experts=experts // 2,
+        num_logical_experts=experts,
         activation=MoEActivation.SILU,
-        device="cpu",
+        device=here().type,
         routing_method=RoutingMethodType.Renormalize,
         moe_parallel_config=parallel,
-        in_dtype=dtype,
-        max_num_tokens=most,
+        in_dtype=getattr(torch, case["dtype"]),
+        max_num_tokens=case.get("most", MOST),
     )
 
 
-def made(expert: int, rows: Any) -> Any:
+def computed(expert: int, rows: Any) -> Any:
     """What an expert makes of rows [R, H], float32: no two experts alike, and no two columns."""
     import torch
 
-    return rows * (expert + 1) + torch.arange(rows.shape[1]) * 0.5
+    return rows * (expert + 1) + torch.arange(rows.shape[1], device=rows.device) * 0.5
 
 
-def experts_of(batched: bool, config: Any, quant: Any, fail: Any = None, robin: bool = False) -> Any:
-    """vLLM's experts, of either format. fail: is called with what they are given. robin: placed by turns."""
+def experts_of(
+    case: dict[str, Any],
+    config: Any,
+    quant: Any,
+    fail: Any = None,
+    compute: Callable[[int, Any], Any] = computed,
+) -> Any:
+    """vLLM's experts, of either format; nothing in them asks the host, so that they can be captured. fail: is called
+    with what they are given. compute: what an expert makes of rows. case: robin: placed by turns; results: columns that
+    they return, the first ones, None for all."""
     import torch
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
@@ -82,7 +127,8 @@ def experts_of(batched: bool, config: Any, quant: Any, fail: Any = None, robin: 
     )
 
     rank, local = config.moe_parallel_config.ep_rank, config.num_local_experts
-    names = [e * 2 + rank if robin else rank * local + e for e in range(local)]  # of this rank's experts
+    names = [e * 2 + rank if case["robin"] else rank * local + e for e in range(local)]  # of this rank's experts
+    batched, width = case["batched"], case["results"] or config.hidden_dim
 
     def plain(rows: Any, scales: Any) -> Any:
         """Rows as they were before they were quantised."""
@@ -113,29 +159,32 @@ def experts_of(batched: bool, config: Any, quant: Any, fail: Any = None, robin: 
             return TopKWeightAndReduceDelegate() if batched else TopKWeightAndReduceNoOP()
 
         def workspace_shapes(self, M, N, K, topk, E, L, meta, activation) -> Any:
-            rows = (L, M, config.hidden_dim) if batched else (M, config.hidden_dim)
-            return (0,), (0,), rows
+            return (0,), (0,), (L, M, width) if batched else (M, width)
+
+        def output_hidden_dim(self, hidden_dim: int) -> int:
+            return width
 
         def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args: Any, **more: Any) -> None:
             meta, scales = more["expert_tokens_meta"], more["a1q_scale"]
             Experts.given = {
                 "rows": tuple(hidden_states.shape),
                 "dtype": str(hidden_states.dtype),
-                "counts": None if meta is None else meta.expert_num_tokens.tolist(),
+                "counts": None if meta is None else meta.expert_num_tokens,
                 "output": output.untyped_storage().data_ptr(),
             }
             if fail is not None:
                 fail(hidden_states)
-            rows, sums = plain(hidden_states, scales), torch.zeros(output.shape)
+            rows = plain(hidden_states, scales)
+            sums = rows.new_zeros(output.shape)
             for e in range(config.num_local_experts):
+                result = compute(names[e], rows[e] if batched else rows)[:, :width]
                 if batched:
-                    used = int(meta.expert_num_tokens[e])
-                    sums[e, :used] = made(names[e], rows[e, :used])
-                    sums[e, used:] = float("nan")  # which nobody may read
+                    used = torch.arange(len(result), device=rows.device) < meta.expert_num_tokens[e]
+                    sums[e] = torch.where(used[:, None], result, float("nan"))  # which nobody may read
                     continue
-                r, k = (more["expert_map"][topk_ids.long()] == e).nonzero(as_tuple=True)
-                weights = 1 if more["apply_router_weight_on_input"] else topk_weights[r, k, None]
-                sums.index_add_(0, r, made(names[e], rows[r]) * weights)
+                chosen = more["expert_map"][topk_ids.long()] == e
+                weights = 1 if more["apply_router_weight_on_input"] else (topk_weights * chosen).sum(1, keepdim=True)
+                sums += torch.where(chosen.any(1, keepdim=True), result * weights, 0)
             output.copy_(sums)
 
     if not batched:
@@ -162,9 +211,6 @@ def wanted(rows: np.ndarray, ids: np.ndarray, weights: np.ndarray, on_input: boo
     return out
 
 
-_made: dict[Any, Any] = {}  # managers, which layers have in common
-
-
 def manager_of(backend: str) -> Any:
     from vllm.distributed import get_ep_group
     from vllm.distributed.device_communicators import all2all
@@ -187,7 +233,7 @@ def quant_of(kind: str | None) -> Any:
 
 
 def quantized(rows: Any, scale: Any, dtype: Any, per_token: bool, blocks: Any = None, **_: Any) -> Any:
-    """In the place of vLLM's kernels, which need a GPU or Triton: [T, H] -> (values, scales)."""
+    """In the place of vLLM's kernels, which are not built here: [T, H] -> (values, scales)."""
     import torch
 
     if dtype == "nvfp4":  # pairs of one value, and a scale for 16
@@ -197,7 +243,7 @@ def quantized(rows: Any, scale: Any, dtype: Any, per_token: bool, blocks: Any = 
         return tw.quantize_fp8(rows)
     most = rows.abs().max().view(1)
     assert most <= 8, "what no token has sent makes the scale"
-    return (rows * 16).to(torch.float8_e4m3fn), torch.full((1,), 1 / 16)
+    return (rows * 16).to(torch.float8_e4m3fn), torch.full((1,), 1 / 16, device=rows.device)
 
 
 def given(case: dict[str, Any], rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -210,45 +256,55 @@ def given(case: dict[str, Any], rank: int) -> tuple[np.ndarray, np.ndarray, np.n
     return rows, ids, weights
 
 
-def kernel_of(case: dict[str, Any], config: Any, fail: Any = None) -> tuple[Any, Any]:
-    """(a layer's kernel as vLLM makes it, its experts)."""
+def kernel_of(case: dict[str, Any], config: Any, fail: Any = None, **more: Any) -> tuple[Any, Any]:
+    """(a layer's kernel as vLLM makes it, its experts, which `experts_of` makes)."""
     import torch
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.distributed import get_ep_group
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     backend = LOW if case["batched"] else case.get("backend", HIGH)
-    # As vLLM's communicator for GPUs has it; that for CPUs has one of its own in place of all others.
+    # As vLLM's communicator for GPUs has it for one backend; that for CPUs has one of its own in place of all others.
     get_ep_group().device_communicator.all2all_manager = manager_of(backend)
-    moe = moe_config(config, backend, case["top_k"], case["hidden"], getattr(torch, case["dtype"]))
-    quant = quant_of(case["quant"])
-    places = torch.tensor([0, 3, 1, 4, 2, 5])  # of experts by turns
-    tables = (places, places.argsort(), torch.arange(3) * 2 + moe.moe_parallel_config.ep_rank)
+    moe, quant = moe_config(config, backend, case), quant_of(case["quant"])
+    places = torch.tensor([0, 3, 1, 4, 2, 5], device=here())  # of experts by turns
+    local = torch.arange(3, device=here()) * 2 + moe.moe_parallel_config.ep_rank
+    tables = (places, places.argsort(), local) if case["robin"] else None
     made = all2all_utils.maybe_make_prepare_finalize(
-        moe, quant, routing_tables=tables if case["robin"] else None, all2all_manager=manager_of(backend)
+        moe, quant, routing_tables=tables, all2all_manager=manager_of(backend)
     )
-    experts = experts_of(case["batched"], moe, quant, fail, case["robin"])
+    experts = experts_of(case, moe, quant, fail, **more)
     return mk.FusedMoEKernel(made, experts), experts
 
 
 def apply(kernel: Any, case: dict[str, Any], rank: int, rows: Any, ids: Any, weights: Any) -> Any:
+    """A layer's forward pass of a batch in NumPy: [T, H] on the rank's device."""
+    import torch
+
+    x = torch.from_numpy(rows).to(here(), getattr(torch, case["dtype"]))
+    return forward(kernel, rank, x, *(torch.from_numpy(each).to(here()) for each in (ids, weights)), case["input"])
+
+
+def forward(
+    kernel: Any, rank: int, x: Any, ids: Any, weights: Any, on_input: bool = False, experts: int = EXPERTS
+) -> Any:
     """A layer's forward pass: [T, H]."""
     import torch
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    local, width = torch.arange(EXPERTS // 2), case["hidden"]
-    expert_map = torch.full((EXPERTS,), -1)
-    expert_map[rank * len(local) + local] = local
+    local, width = experts // 2, x.shape[-1]
+    expert_map = torch.full((experts,), -1, device=x.device)
+    expert_map[rank * local : (rank + 1) * local] = torch.arange(local, device=x.device)
     return kernel.apply(
-        torch.from_numpy(rows).to(getattr(torch, case["dtype"])),
-        torch.zeros(len(local), WIDTH, width),
-        torch.zeros(len(local), width, WIDTH),
-        torch.from_numpy(weights).float(),
-        torch.from_numpy(ids).to(kernel.prepare_finalize.topk_indices_dtype()),
+        x,
+        x.new_zeros(local, WIDTH, width),
+        x.new_zeros(local, width, WIDTH),
+        weights.float(),
+        ids.to(kernel.prepare_finalize.topk_indices_dtype()),
         MoEActivation.SILU,
-        EXPERTS,
+        experts,
         expert_map,
-        case["input"],
+        on_input,
     )
 
 
@@ -282,7 +338,6 @@ def own_case(batched: bool, fp8: bool) -> dict[str, Any]:
 
 def run_own(case: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
     """A layer of vLLM's, unchanged, whose deep_ep is Tokenway."""
-    import torch
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.distributed import get_ep_group
     from vllm.distributed.device_communicators import all2all
@@ -292,8 +347,7 @@ def run_own(case: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
 
     deep_ep.install()
     adapter.unregister()
-    moe = moe_config(config, LOW if case["batched"] else HIGH, case["top_k"], case["hidden"], torch.bfloat16)
-    quant = quant_of(case["quant"])
+    moe, quant = moe_config(config, LOW if case["batched"] else HIGH, case), quant_of(case["quant"])
     ranks = {"num_dispatchers": 2}
     if case["batched"]:
         from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize as Made
@@ -307,8 +361,8 @@ def run_own(case: dict[str, Any], config: Any, rank: int) -> dict[str, Any]:
 
         buffer = all2all.DeepEPHTAll2AllManager(get_ep_group().cpu_group).get_handle({})
         ranks |= {"dp_size": 2, "rank_expert_offset": rank * EXPERTS // 2}
-    kernel = mk.FusedMoEKernel(Made(buffer, **ranks), experts_of(case["batched"], moe, quant))
+    kernel = mk.FusedMoEKernel(Made(buffer, **ranks), experts_of(case, moe, quant))
     before, data = steps(), given(case, rank)
     out = apply(kernel, case, rank, *data)
     kinds = type(buffer).__module__, type(kernel.prepare_finalize).__module__.rpartition(".")[2]
-    return {"out": out.float().numpy(), "steps": steps() - before, "data": data, "kinds": kinds, "given": {}}
+    return {"out": out.float().cpu().numpy(), "steps": steps() - before, "data": data, "kinds": kinds, "given": {}}

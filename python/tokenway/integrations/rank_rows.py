@@ -15,6 +15,7 @@ from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 SCALES = "scales"  # the payload beside a row's values
+SUMMED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that rows may have before they are quantised
 
 
 class Arriving:
@@ -159,6 +160,9 @@ def _kind(rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int])
     beside = None if scales is None else (scales.shape[1], scales.dtype)
     kind = tw.RowType(rows.shape[1], rows.dtype, None if beside is None else {SCALES: beside}, *results)
     kind.all_payloads()  # which refuses dtypes that no rows have
+    if results[0] not in SUMMED:
+        wanted = " or ".join(str(dtype)[6:] for dtype in SUMMED)
+        raise tw.InvalidArgument.of("a1", f"is {str(results[0])[6:]}; it must be {wanted}, which can be summed")
     return kind, (rows.shape[1], rows.dtype, beside, results)
 
 

@@ -28,11 +28,10 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_may
 import tokenway as tw
 from tokenway.integrations import groups
 from tokenway.integrations.low_latency import LowLatency, Names, Sent
-from tokenway.integrations.rank_rows import Arriving, RankRows
+from tokenway.integrations.rank_rows import SUMMED, Arriving, RankRows
 from tokenway.pytorch import gradients
 
 _NAMES = Names("a1", "topk_ids", "topk_weights", "fused_expert_output", "max_tokens_per_rank")
-_ROWS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TokenwayManager(All2AllManagerBase):
@@ -341,7 +340,7 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
         waits for a device. Errors: as `LowLatency.dispatch`, of which peers hear at once."""
         manager = self._manager
         number = manager.begin()
-        settings = {"names": _NAMES, "dtypes": _ROWS}
+        settings = {"names": _NAMES, "dtypes": SUMMED}
         exchange: LowLatency = manager.exchange(LowLatency, a1.device, num_experts, topk_ids.shape[1], **settings)
         with gradients.telling(partial(exchange.refuse, self._most)):
             if defer_input_quant:
