@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 from deep_ep_ranks import array
-from frameworks import attempt, mutated, steps
+from frameworks import attempt, here, mutated, steps
 from harness import AT_ONCE, said
 
 HIDDEN = 24
@@ -38,7 +38,7 @@ def coordinator(rank: int) -> Any:
 
     without = ("pynccl", "mscclpp", "custom_allreduce", "torch_symm_mem_all_reduce", "hpu_communicator")
     options = {f"use_{name}": False for name in (*without, "xpu_communicator")}
-    return GroupCoordinator([[0, 1]], rank, "gloo", group_name="tp", **options)
+    return GroupCoordinator([[0, 1]], rank, "gloo" if here().type == "cpu" else "nccl", group_name="tp", **options)
 
 
 def data_parallel(group: Any, rank: int, sizes: tuple[int, int]) -> ExitStack:
@@ -70,7 +70,7 @@ def run_case(group: Any, name: str, rank: int) -> dict[str, Any]:
 
     sizes, dtype = CASES[name]
     step = SimpleNamespace(dp_padding_mode=dp_attention.DpPaddingMode.SUM_LEN, global_num_tokens_cpu=list(sizes))
-    mine, before = tokens_of(name, rank), steps()
+    mine, before = tokens_of(name, rank).to(here()), steps()
     with data_parallel(group, rank, sizes):
         everyone = mine.new_full((sum(sizes), HIDDEN), 7)
         dp_attention.dp_gather_partial(everyone, mine, step)
@@ -78,7 +78,7 @@ def run_case(group: Any, name: str, rank: int) -> dict[str, Any]:
         out, other = mine.new_full(mine.shape, 7), mine.new_full(mine.shape, 7)
         dp_attention.dp_reduce_scatter_tensor(out, partial)
         ops.dp_reduce_scatterv(other, partial, step)
-        numbers = torch.arange(sizes[rank]) + 1000 * rank
+        numbers = torch.arange(sizes[rank], device=here()) + 1000 * rank
         several = group.all_gatherv([mine, numbers], sizes=list(sizes))
     found = {"steps": steps() - before, "everyone": array(everyone), "out": array(out), "other": array(other)}
     found |= {"rows": array(several[0]), "numbers": several[1].tolist()}
@@ -117,7 +117,7 @@ def mutant(group: Any, name: str, rank: int) -> Any:
 
 def refused(group: Any, rank: int) -> list[Any]:
     """Rows that are not as many as the sizes say, on rank 1: what each rank is told, and after how long."""
-    mine = tokens_of("uneven", rank)
+    mine = tokens_of("uneven", rank).to(here())
     wrong = mine[:0] if rank else mine
     found = []
     for call, rows in ((group.all_gatherv, wrong), (group.reduce_scatterv, mine.new_zeros(4 + rank, HIDDEN))):
@@ -133,7 +133,7 @@ def deterministic(group: Any, rank: int) -> Any:
 
     before = steps()
     with envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.override(True):
-        out = group.reduce_scatterv(torch.ones(4, HIDDEN), sizes=[3, 1])
+        out = group.reduce_scatterv(torch.ones(4, HIDDEN, device=here()), sizes=[3, 1])
     return array(out), steps() - before
 
 

@@ -1,4 +1,5 @@
-"""SGLang on a CPU: which packages and parts of it stand empty, so that its dispatchers can be imported and run."""
+"""SGLang without its kernels: which packages and parts of it stand empty, so that its dispatchers can be imported and
+run, on a CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+from frameworks import here, on_devices
+
 PINNED = "0.5.23"
 # What SGLang imports at its start, and no test uses: Triton's kernels, the web server and its client, pictures, words.
 PACKAGES = {"triton", "starlette", "IPython", "aiohttp", "torchvision", "sentencepiece"}
+# And on GPUs, where Triton is there: kernels that SGLang imports where it finds a device.
+KERNELS = {"sgl_kernel", "flashinfer"}
 # Parts of SGLang likewise, all with needs of their own: grouped products, formats of weights, batches, metrics.
 PARTS = (
     "sglang.srt.layers.moe.moe_runner",
@@ -26,11 +31,11 @@ PARTS = (
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds them, as SGLang itself stands in for Triton where there is none: whatever is asked of a module is there."""
 
-    def __init__(self, make: Any):
-        self._make = make
+    def __init__(self, make: Any, packages: set[str]):
+        self._make, self._packages = make, packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        absent = name.partition(".")[0] in PACKAGES or any(name == p or name.startswith(f"{p}.") for p in PARTS)
+        absent = name.partition(".")[0] in self._packages or any(name == p or name.startswith(f"{p}.") for p in PARTS)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -41,7 +46,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def put_stand_ins() -> None:
-    """Before SGLang is imported. Its functions that PyTorch would compile are not: kernels would want a real Triton."""
+    """Before SGLang is imported. Its functions that PyTorch would compile are not: a CPU's would want a real Triton."""
     import transformers.models.llama.modeling_llama  # noqa: F401  those ask what there is of Triton and torchvision
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -49,16 +54,19 @@ def put_stand_ins() -> None:
     spec = importlib.util.spec_from_file_location("sglang_stand_ins", place)
     made = sys.modules["sglang_stand_ins"] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(made)  # type: ignore[union-attr]
-    sys.meta_path.insert(0, _StandIns(made._MockModule))
+    packages = PACKAGES - {"triton"} | KERNELS if on_devices() else PACKAGES
+    sys.meta_path.insert(0, _StandIns(made._MockModule, packages))
 
 
-def as_on_a_gpu() -> None:
-    """What SGLang asks a GPU for, said by hand: how many SMs, that DeepGEMM is there, and its kernel that quantises."""
+def as_with_kernels() -> None:
+    """What SGLang asks for, said by hand: that DeepGEMM is there, and its kernel that quantises; on a CPU also how many
+    SMs there are, and which CUDA."""
     import torch
     from sglang.srt.layers.moe.token_dispatcher import deepep
 
-    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=20)
-    deepep.get_cuda_version = lambda: (13, 0)
+    if here().type == "cpu":
+        torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=20)
+        deepep.get_cuda_version = lambda: (13, 0)
     deepep._is_mnnvl_fabric_supported = lambda: False
     deepep.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = True
     deepep.sglang_per_token_group_quant_fp8 = quantized

@@ -1,7 +1,7 @@
 """SGLang's own DeepEP dispatchers, unchanged, on two ranks through Tokenway's plugin, against a dense layer.
 
-`make test-frameworks` has SGLang. Kernels cannot be had on a CPU, nor is a server started: `sglang_parts` says what
-stands empty, and what is said by hand in a GPU's place."""
+`make test-frameworks` has SGLang. Its kernels are not there, nor is a server started: `sglang_parts` says what stands
+empty, and what is said by hand."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from frameworks import (
     GUIDE,
     SGLANG_APART,
     attempt,
+    here,
     install_entry_points,
     mutated,
+    need_devices,
     need_version,
+    on_devices,
     packages_apart,
     programs_of,
     steps,
 )
 from harness import AT_ONCE, HANGS, said
-from sglang_parts import PINNED, as_on_a_gpu, put_stand_ins
+from sglang_parts import PINNED, as_with_kernels, put_stand_ins
 
 import tokenway as tw
 
@@ -139,7 +142,7 @@ def dispatcher_of(case: Case) -> Any:
 def given(name: str, rank: int) -> dict[str, Any]:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    x, ids, weights = batch(name, rank)
+    x, ids, weights = (each.to(here()) for each in batch(name, rank))
     return {"hidden_states": x, "topk_output": StandardTopKOutput(weights, ids, None)}
 
 
@@ -147,14 +150,14 @@ def experts(case: Case, rank: int, came: Any) -> Any:
     """What this rank's experts make of what a dispatch has brought, as SGLang hands it to combine."""
     import torch
 
-    own = weights_of_experts()[rank * 4 : rank * 4 + 4]
+    own = weights_of_experts()[rank * 4 : rank * 4 + 4].to(here())
     rows, scales = came.hidden_states, came.hidden_states_scale
     if case.packed:
         exponents = scales.flatten().clone().view(torch.uint8).view(*scales.shape[:-1], 4)
         scales = torch.exp2(exponents[..., : HIDDEN // 128].float() - 127)
     rows = rows.float() if scales is None else rows.float() * scales.repeat_interleave(128, -1)
     if came.format.name == "DEEPEP_LL":
-        out = torch.full(rows.shape, 3.0)  # what lies behind the rows that came is nobody's
+        out = torch.full_like(rows, 3.0)  # what lies behind the rows that came is nobody's
         for expert, count in enumerate(came.masked_m.tolist()):
             out[expert, :count] = rows[expert, :count] @ own[expert]
     else:
@@ -274,7 +277,7 @@ def a_row_less(case: Case, rank: int, dispatcher: Any, name: str) -> Any:
     return dispatcher.combine(combine_input=(rows, *rest))
 
 
-# name: (what is done, case, what rank 1 is told)
+# name: (what is done, case, what rank 1 is told); on devices a wrong id acts as -1 (tests/gpu/test_bad_ids.py)
 FAILING = {
     "a wrong id": (wrong_id, "normal", r"8.* must be"),
     "a wrong id in low latency": (wrong_id, "low latency", r"8.* must be"),
@@ -301,7 +304,7 @@ def refused() -> list[Any]:
     from tokenway.compat import deep_ep
 
     buffer = deep_ep.Buffer(torch.distributed.group.WORLD)
-    x, ids, weights = batch(name, torch.distributed.get_rank())
+    x, ids, weights = (each.to(here()) for each in batch(name, torch.distributed.get_rank()))
     rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids.long(), 8, EXPERTS, use_fp8=False)
     return attempt(lambda: buffer.low_latency_combine(rows, ids.long(), weights, handle, **arguments))
 
@@ -374,7 +377,7 @@ def rank_main(store: str) -> dict[str, Any]:
     from sglang.srt.layers.moe.utils import MoeA2ABackend
     from sglang.srt.runtime_context import get_context, get_flags
 
-    as_on_a_gpu()
+    as_with_kernels()
     get_context().override_server_args(moe_a2a_backend="deepep").install()
     get_flags().moe.a2a_backend = MoeA2ABackend.DEEPEP
     for case in CASES:
@@ -384,7 +387,8 @@ def rank_main(store: str) -> dict[str, Any]:
     for name in MUTATIONS:
         found[name] = mutant(name, rank)
     for name in FAILING:
-        found[name] = failing(name, rank)
+        if not (on_devices() and "id" in name.split()):
+            found[name] = failing(name, rank)
     found["refused"] = attempt(refused)
     found |= sglang_attention.run(rank)
     found["guide"] = attempt(run_guide)
@@ -398,6 +402,7 @@ def apart(torch: Any) -> Iterator[None]:
     with packages_apart(SGLANG_APART):
         importlib.invalidate_caches()
         need_version("sglang", PINNED)
+        need_devices()
         yield
 
 
@@ -435,6 +440,8 @@ def test_mutations_are_caught(ran, mutation) -> None:
 @pytest.mark.parametrize("name", FAILING)
 def test_a_rank_that_fails(ran, name) -> None:
     """Its peer is told at once, and the next call is as ever."""
+    if name not in ran[0]:
+        pytest.skip("ids in device memory are not refused")
     (first, took, _), (second, _, _) = (found[name] for found in ran)
     said(second, "InvalidArgument", FAILING[name][2])
     said(first, "PeerRefused", "rank 1")
