@@ -93,6 +93,7 @@ FRAMEWORKS = (
     "flashinfer",
     "torchtitan",
     "vllm",
+    "vllm_graphs",
     "sglang",
     "tensorrt_llm",
 )
