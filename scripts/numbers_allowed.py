@@ -23,13 +23,14 @@ ALLOWED: dict[str, dict[int, str]] = {
         10: "a block a tenth slower than the mean leaves the last chunks to the others",
         512: "bytes that a warp's 32 threads load at 16 each",
     },
-    "combine/choices.cuh": {100: "ns between looks at a signal"},
     "combine/combine.cu": {33: "ranks that a warp's threads can each have one of, beside this rank"},
     "combine/fp8.cuh": {
         0x7FFFFF: "the fraction of a float32",
-        0x80000: "the highest bit that a conversion from float32 to e4m3 drops",
-        0x70707070: "e4m3 codes from 0x10 on, four in a word",
-        0x80808080: "the highest bit of each of four bytes",
+        5: "a word of eight",
+        6: "a word of eight",
+        0xFFFF: "the lower of two elements of 16 bits",
+        0x7FFF7FFF: "the magnitudes of two elements of 16 bits",
+        0x7FC00000: "NaN of float32",
     },
     "combine/sums.cuh": {
         100: "ns between looks at a signal",

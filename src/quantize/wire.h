@@ -20,10 +20,10 @@ namespace tw::quantize {
 inline constexpr float kLeastGiven = kLeastScale;
 inline constexpr float kMostGiven = 0x1p+116f;
 
-// Scales below kSmall may be multiplied with kLift, and so may all that they divide: quotients stay what they are, and
-// what lies between is no longer near the subnormal numbers.
+// Where a scale is at least kSmall, and no quotient by it reaches kMostQuotient, remainders of quotients that become
+// another e4m3 than 0 are normal numbers, and no estimate of one is infinite.
 inline constexpr float kSmall = 0x1p-60f;
-inline constexpr float kLift = 0x1p+60f;
+inline constexpr float kMostQuotient = 0x1p+120f;
 
 // A number or an infinity that ends at +-448.
 TW_HOST_DEVICE inline float saturated(float value) {

@@ -7,6 +7,7 @@
 // window), S6, and that outputs are safe after an error (docs/PROTOCOL.md, Errors).
 #pragma once
 
+#include "cuda/combine/chunks.cuh"
 #include "cuda/combine/sums.cuh"
 
 namespace tw::cuda {
@@ -115,6 +116,36 @@ __device__ __noinline__ static void give_up(Sum s) {
   if (!s.sums()) return;
   const auto block = static_cast<int>(blockIdx.x - first_receiver(s.p.roles));
   spoil<kPackets>(s, block * kThreads + static_cast<int>(threadIdx.x), s.p.roles.receiving * kThreads);
+}
+
+// Begins a kernel that sends, and perhaps sums: gives the Sum its step, and the block its windows, counts and, where
+// rows go in chunks, their gates. `whole`: all of the kernel's parameters. False if there is nothing to do: then the
+// output is NaN, and the step has not ended; it will be another kernel's, unless the group is finished. By a block.
+template <bool kInChunks, class Params>
+__device__ inline bool begin_step(Sum* s, const Params& whole) {
+  const CombineParams& p = s->p;
+  const GroupView& g = p.group;
+  const auto thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (int i = thread; i < s->ranks(); i += kThreads) s->windows()[i] = target_of(g, i, p.send);
+  if (thread == 0) *s->failed() = 0;
+  if (kInChunks) begin_work(*s);
+  warm(whole);
+  await_earlier();
+  const Counts counts = load_counts(*s, thread);
+  s->step.number = next_step(g, p.channel);
+  const bool good = can_combine(p);
+  begin_at_bank(g, p.bank, &s->step.number);
+  if (p.part.skips) ++s->step.number;
+  keep_counts(*s, counts);
+  bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
+  if (p.part.skips && p.send && usable) usable = skip_step(g, s->step);
+  if (!usable) {
+    if (p.receive) give_up(*s);
+    return false;
+  }
+  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s->step);
+  return true;
 }
 
 // Begins a kernel that sums what another has had sent: gives the Sum its step, and the block its counts. False if there

@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/combine/chunks.cuh"
+#include "cuda/combine/drawn.cuh"
 #include "cuda/combine/end.cuh"
 #include "cuda/combine/fp8.cuh"
 #include "cuda/device/passes.cuh"
@@ -37,20 +38,31 @@ struct Fp8Sum : Sum {
 
 // ---- Sending
 
+// Whether a thread's part of the tile is loaded by load_whole. `begin`: the thread's first element; alike in a warp.
+__device__ __forceinline__ bool loads_whole(const Fp8Sum& s, int64_t begin) {
+  const CombineParams& p = s.p;
+  const int64_t end = begin - int64_t{lane()} * kFp8Each + kFp8Tile;
+  return p.sums_fit != 0 && float_bytes(p.rows_dtype) == 2 && end <= p.elements;
+}
+__device__ __forceinline__ void load_tile(const Fp8Sum& s, const std::byte* row, int64_t begin,
+                                          Sixteen (&to)[kFp8Steps], uint32_t (&largest)[kFp8Steps]) {
+  const CombineParams& p = s.p;
+  if (loads_whole(s, begin)) {
+    if (p.rows_dtype == twBfloat16) return load_whole<twBfloat16>(row, begin, to, largest);
+    return load_whole<twFloat16>(row, begin, to, largest);
+  }
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    load_sixteen(row, p.rows_dtype, begin + u * kFp8Step, p.elements, p.sums_fit != 0, &to[u]);
+    largest[u] = largest_of(to[u]);
+  }
+}
 // Adds a term of the thread's part of a tile to a partial; `first`: it begins the sum.
 __device__ __forceinline__ void add_row(const Fp8Sum& s, const std::byte* row, const float* weight, int64_t begin,
                                         bool first, Sixteen (&sum)[kFp8Steps]) {
-  const CombineParams& p = s.p;
   Sixteen term[kFp8Steps];
-  const int64_t end = begin - int64_t{lane()} * kFp8Each + kFp8Tile;  // of the warp's tile
-  if (p.sums_fit != 0 && float_bytes(p.rows_dtype) == 2 && end <= p.elements) {
-    load_whole(row, p.rows_dtype, begin, term);
-  } else {
-#pragma unroll
-    for (int u = 0; u < kFp8Steps; ++u) {
-      load_sixteen(row, p.rows_dtype, begin + u * kFp8Step, p.elements, p.sums_fit != 0, &term[u]);
-    }
-  }
+  uint32_t largest[kFp8Steps];
+  load_tile(s, row, begin, term, largest);
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
 #pragma unroll
@@ -61,34 +73,38 @@ __device__ __forceinline__ void add_row(const Fp8Sum& s, const std::byte* row, c
   }
 }
 
-// Quantises a thread's part of a tile into its place in an inbox; `begin`: its first element.
-__device__ __forceinline__ void put_tile(const Fp8Sum& s, std::byte* to, int64_t begin,
-                                         const Sixteen (&sum)[kFp8Steps]) {
+// Quantises a thread's part of a tile into its place in an inbox. `begin`: its first element; `largest`: the largest
+// magnitude of each step.
+__device__ __forceinline__ void put_tile(const Fp8Sum& s, std::byte* to, int64_t begin, const Sixteen (&sum)[kFp8Steps],
+                                         uint32_t (&largest)[kFp8Steps]) {
+  const bool in_blocks = s.in_blocks();
+  float scale[kFp8Steps];
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    if (in_blocks) largest[u] = block_largest(largest[u]);
+    scale[u] = in_blocks ? block_scale(largest[u]) : s.q.scale;
+  }
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
     const int64_t first = begin + u * kFp8Step;
-    float scale = s.q.scale;
-    uint32_t magnitude = largest_of(sum[u]);
-    if (s.in_blocks()) {
-      magnitude = block_largest(magnitude);
-      scale = quantize::scale_of(magnitude, false);
-    }
     if (first >= s.p.elements) continue;
-    uint4 values = narrow_sixteen(sum[u], Scale(scale));
-    if (magnitude >= quantize::kInfinity) values = spoil_sixteen(sum[u], s.in_blocks(), values);
-    put_data(reinterpret_cast<uint4*>(to + first), values);
-    if (s.in_blocks() && lane() % kFp8Sharing == 0) {
-      put_data(reinterpret_cast<float*>(to + s.q.scales_from) + first / static_cast<int64_t>(kFp8Elements), scale);
+    put_data(reinterpret_cast<uint4*>(to + first), narrow_sixteen(sum[u], scale[u], largest[u], in_blocks));
+    if (in_blocks && lane() % kFp8Sharing == 0) {
+      put_data(reinterpret_cast<float*>(to + s.q.scales_from) + first / static_cast<int64_t>(kFp8Elements), scale[u]);
     }
   }
 }
 
 // Sends one of a chunk's tiles, or nothing if the chunk has fewer rows (combine/chunks.cuh, push_chunks).
+//
+// kFast: rows of bfloat16 in whole tiles, each a partial as it lies, of which a sum of the same type is made. It is the
+// usual call, and has an instance of its own because the code that a warp goes through for a tile must be short: with
+// all types and layouts in one, instructions took a third of a sender's time to be met.
 template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
   const CombineParams& p = s.p;
   const Chunk chunk = chunk_of(s, number);
-  const int row = quotient(item, p.pushed_parts);
+  const auto row = static_cast<int>(divide(static_cast<uint32_t>(item), p.tiles.per_row));
   if (row >= chunk.rows) return;
   const int slot = chunk.number * s.chunk_rows() + row;
   auto header = static_cast<uint64_t>(slot);
@@ -98,8 +114,11 @@ __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
   }
   const int64_t begin = int64_t{item - row * p.pushed_parts} * kFp8Tile + int64_t{lane()} * kFp8Each;
   Sixteen sum[kFp8Steps];
-  if (s.whole_rows()) {
-    add_row(s, row_in(p, chunk.owner, slot), nullptr, begin, true, sum);
+  uint32_t largest[kFp8Steps];
+  if (kFast) {
+    load_whole<twBfloat16>(row_in(p, chunk.owner, slot), begin, sum, largest);
+  } else if (s.whole_rows()) {
+    load_tile(s, row_in(p, chunk.owner, slot), begin, sum, largest);
   } else {
     collect_terms(p, s.set(), chunk.owner, slot, load_choice(p, meta_row(p, chunk.owner, slot), lane()));
     const int set = s.set() * p.group.map.shape().top_k;
@@ -108,15 +127,17 @@ __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
     const int count = shared_at<int32_t>(p.at.row_counts)[s.set()];
 #pragma unroll 1
     for (int j = 0; j < count; ++j) add_row(s, rows[j], p.weighted ? weights + j : nullptr, begin, j == 0, sum);
+#pragma unroll
+    for (int u = 0; u < kFp8Steps; ++u) largest[u] = largest_of(sum[u]);
   }
-  put_tile(s, place_of(s, chunk.owner, header), begin, sum);
+  put_tile(s, place_of(s, chunk.owner, header), begin, sum, largest);
 }
 
 // ---- Summing
 
 // Sums a tile of a token whose terms have been found, all of them in the inbox. With kBiased the sum starts from its
 // row of `bias`, which may lie where the sum goes: a thread stores what it has loaded.
-template <bool kBiased>
+template <bool kFast, bool kBiased>
 __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bias, int token, int fan, uint32_t tile) {
   constexpr int kPairs = 4;  // terms that are loaded before the first of them is added
   const CombineParams& p = s.p;
@@ -140,7 +161,7 @@ __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bi
       const auto* const scales = reinterpret_cast<const uint32_t*>(row + s.q.scales_from);
 #pragma unroll
       for (int u = 0; u < kFp8Steps; ++u) {
-        const int64_t first = begin + u * kFp8Step < p.elements ? begin + u * kFp8Step : 0;
+        const int64_t first = kFast || begin + u * kFp8Step < p.elements ? begin + u * kFp8Step : 0;
         scale[u][t] = s.q.scale;
         term[u][t] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + first));
         if (s.in_blocks()) {
@@ -161,80 +182,59 @@ __device__ __forceinline__ void sum_fp8_tile(const Fp8Sum& s, const BiasRows* bi
   std::byte* const out = p.out + static_cast<int64_t>(token) * p.out_stride;
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
-    store_sixteen(out, p.out_dtype, begin + u * kFp8Step, p.elements, p.vectors_fit != 0, sum[u]);
+    const int64_t first = begin + u * kFp8Step;
+    if (kFast) {
+      store_sixteen(out, twBfloat16, first, first + kFp8Each, true, sum[u]);
+    } else {
+      store_sixteen(out, p.out_dtype, first, p.elements, p.vectors_fit != 0, sum[u]);
+    }
   }
 }
 
 // Sums tiles of all tokens, in order, each by whichever warp is free (combine/combine.cu, sum_tokens).
-template <bool kBiased>
+template <bool kFast, bool kBiased>
 __device__ void sum_fp8_tokens(const Fp8Sum& s, const BiasRows* bias) {
   const CombineParams& p = s.p;
   const uint32_t per_row = p.tiles.per_row.divisor;
   const uint32_t end = static_cast<uint32_t>(p.tokens) * per_row;
-  const Shares own = received_shares(p.roles);
-  const bool draws = end > own.step;
-  const auto take_work = [&] { return draw(sum_counters(p.group, s.step), draws && lane() == 0); };
-  const auto drawn = [&](uint32_t work_item) { return draws ? own.step + __shfl_sync(~0u, work_item, 0) : end; };
-  uint32_t u = s.sums() ? own.first : drawn(take_work());
-#pragma unroll 1
-  while (u < end) {
+  each_drawn(sum_counters(p.group, s.step), received_shares(p.roles), s.sums(), end, [&](uint32_t u, auto& found) {
     const uint32_t row = divide(u, p.tiles.per_row);
     const auto token = static_cast<int>(row);
     const Terms terms = find_terms(s, token, load_sent(p, token, lane()));
-    const uint32_t next = take_work();  // the reply is on its way meanwhile
+    found();
     if (terms.here) {
-      sum_fp8_tile<kBiased>(s, bias, token, terms.fan, u - row * per_row);
+      sum_fp8_tile<kFast, kBiased>(s, bias, token, terms.fan, u - row * per_row);
     } else {
       fill_nan(p, token, 1, lane(), 32);
       *s.failed() = 1;
     }
-    u = drawn(next);
-  }
+  });
 }
 
 // Does what is left when a block has sent.
-template <bool kBiased>
+template <bool kFast, bool kBiased>
 __device__ inline void conclude_fp8(const Fp8Sum& s, const BiasRows* bias) {
   const CombineParams& p = s.p;
   uint32_t arrived = 0;
   if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens<kBiased>(s, bias);
+  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens<kFast, kBiased>(s, bias);
   if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
   if (p.receive) finish_combine(s, arrived);
 }
 
+template <bool kFast>
 __global__ void __launch_bounds__(kThreads, 1) combine_fp8_kernel(const __grid_constant__ Fp8Params q) {
   let_next_begin();
   const CombineParams& p = q.call;
-  const GroupView& g = p.group;
-  const auto thread = static_cast<int>(threadIdx.x);
   Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q};
-#pragma unroll 1
-  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
-  if (thread == 0) *s.failed() = 0;
-  begin_work(s);
-  warm(q);
-  begin_pass(true);
-  const Counts counts = load_counts(s, thread);
-  s.step.number = next_step(g, p.channel);
-  const bool good = can_combine(p);
-  begin_at_bank(g, p.bank, &s.step.number);
-  if (p.part.skips) ++s.step.number;
-  keep_counts(s, counts);
-  bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
-  if (p.part.skips && p.send && usable) usable = skip_step(g, s.step);
-  if (!usable) {
-    if (p.receive) give_up(s);
-    return;  // the step has not ended: it will be another kernel's, unless the group is finished
-  }
-  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
+  if (!begin_step<true>(&s, q)) return;
   if (s.sends()) {
     if (!p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits
+    push_chunks<twFloat8e4m3, kFast>(s);  // S7: nobody here waits
     if (p.late_signal) publish_last(s);
   }
-  conclude_fp8<false>(s, nullptr);
+  conclude_fp8<kFast, false>(s, nullptr);
 }
 
 // The half of it that sums, from a bias (combine/bias.cu). Another launch of the kernel above has sent.
@@ -242,13 +242,14 @@ __global__ void __launch_bounds__(kThreads, 1) combine_fp8_bias_kernel(const __g
   const CombineParams& p = q.call.call;
   Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q.call};
   await_earlier();
-  if (begin_sums(&s)) conclude_fp8<true>(s, &q.bias);
+  if (begin_sums(&s)) conclude_fp8<false, true>(s, &q.bias);
 }
 
 }  // namespace
 
 int launch_combine_fp8(const Fp8Params& params, int grid, bool early, void* stream) {
-  return launch_kernel(combine_fp8_kernel, params, grid, params.call.at.bytes, early, stream);
+  const auto kernel = params.fast != 0 ? combine_fp8_kernel<true> : combine_fp8_kernel<false>;
+  return launch_kernel(kernel, params, grid, params.call.at.bytes, early, stream);
 }
 
 int launch_fp8_bias(const Fp8BiasParams& params, void* stream) {
@@ -258,8 +259,12 @@ int launch_fp8_bias(const Fp8BiasParams& params, void* stream) {
 
 int load_combine_fp8(const Shape& shape) {
   const uint32_t bytes = CombineScratch::make(shape).bytes;
-  const int error = allow_shared(reinterpret_cast<const void*>(combine_fp8_kernel), bytes);
-  return error != 0 ? error : allow_shared(reinterpret_cast<const void*>(combine_fp8_bias_kernel), bytes);
+  for (const void* kernel : {reinterpret_cast<const void*>(combine_fp8_kernel<true>),
+                             reinterpret_cast<const void*>(combine_fp8_kernel<false>),
+                             reinterpret_cast<const void*>(combine_fp8_bias_kernel)}) {
+    if (const int error = allow_shared(kernel, bytes); error != 0) return error;
+  }
+  return 0;
 }
 
 }  // namespace tw::cuda

@@ -58,113 +58,6 @@ __device__ __forceinline__ void load_sixteen(const std::byte* row, twDtype_t dty
   for (int i = 0; i < kFp8Each; ++i) to->v[i] = first + i < elements ? load_element(row, dtype, first + i) : 0.0f;
 }
 
-// Loads a thread's part of a tile whose elements are all there, of 16 bits, in rows that begin at multiples of 16
-// bytes. All of it is on its way before the first of it is looked at.
-__device__ __forceinline__ void load_whole(const std::byte* row, twDtype_t dtype, int64_t begin,
-                                           Sixteen (&to)[kFp8Steps]) {
-  uint4 raw[kFp8Steps][2];
-#pragma unroll
-  for (int u = 0; u < kFp8Steps; ++u) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      raw[u][i] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + 2 * (begin + u * kFp8Step)) + i);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kFp8Steps; ++u) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      spread_word(dtype, low_half(raw[u][i]), 8 * i, &to[u]);
-      spread_word(dtype, high_half(raw[u][i]), 8 * i + 4, &to[u]);
-    }
-  }
-}
-
-// Divides by one scale many times. A quotient of IEEE's takes some twenty instructions; with the reciprocal at hand it
-// takes five: an estimate, and two corrections by its remainder, of which the last one rounds as IEEE says (Markstein,
-// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990: the reciprocal is the nearest
-// float32, and the estimate before it is off by less than its last place). That holds where no remainder that counts is
-// subnormal. Quotients below half of the least e4m3 do not count, so numbers from 2^-11 times the scale on do, and
-// their remainders are 2^-25 of them. Small scales are lifted therefore, with the numbers, which changes no quotient.
-struct Scale {
-  float scale;
-  float inverse;
-  float lift;
-
-  __device__ explicit Scale(float of) {
-    lift = of < quantize::kSmall ? quantize::kLift : 1.0f;
-    scale = __fmul_rn(of, lift);
-    inverse = quantize::divide(1.0f, scale);
-  }
-  // x / scale, rounded to nearest even; a quotient beyond +-512 may be any beyond.
-  __device__ float divides(float x) const {
-    const float lifted = __fmul_rn(x, lift);  // infinite only where the quotient is beyond 512
-    const float estimate = __fmul_rn(lifted, inverse);
-    const float better = __fmaf_rn(__fmaf_rn(-estimate, scale, lifted), inverse, estimate);
-    const float quotient = __fmaf_rn(__fmaf_rn(-better, scale, lifted), inverse, better);
-    return copysignf(fabsf(estimate) < 512.0f ? quotient : estimate, x);  // remainders of 0 lose the sign of a zero
-  }
-};
-
-// A quotient that ends at +-448, where the conversion to e4m3 does not see to that.
-__device__ __forceinline__ float ended(float quotient) {
-#if __CUDA_ARCH__ >= 890
-  return quotient;
-#else
-  return quantize::saturated(quotient);
-#endif
-}
-// Packs sixteen quotients as e4m3.
-template <class Quotient>
-__device__ __forceinline__ void pack_sixteen(Quotient&& quotient, uint32_t (&words)[4]) {
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const auto value = [&](int i) { return ended(quotient(4 * w + i)); };
-    words[w] = quantize::e4m3_pair(value(0), value(1)) | quantize::e4m3_pair(value(2), value(3)) << 16;
-  }
-}
-// Converts sixteen numbers to e4m3 by their scale.
-//
-// A number times the reciprocal of the scale is off the quotient by less than three of its last places. Both become the
-// same e4m3 unless a number half-way between two of these lies between them, or is one of them. From 2^-6 on such a
-// number's last 20 bits are 1 and zeros. Where one is near, or a value is so small that e4m3 has fewer bits for it
-// (codes below 0x10, which some elements in ten thousand have), the thread divides. So an element takes 6 instructions
-// instead of 17, with which a combine of thousands of tokens waited for quotients and not for the link.
-__device__ __forceinline__ uint4 narrow_sixteen(const Sixteen& x, const Scale& scale) {
-  constexpr uint32_t kFraction = 0x7fffff;
-  constexpr uint32_t kHalfWay = 0x80000;
-  constexpr uint32_t kApart = 4;  // last places
-  constexpr uint32_t kLast = 2 * kHalfWay - 2 * kApart;
-  const float factor = __fmul_rn(scale.inverse, scale.lift);  // exact
-  uint32_t words[4];
-  bool near = false;
-  pack_sixteen(
-      [&](int i) {
-        const float estimate = __fmul_rn(x.v[i], factor);
-        near |= ((__float_as_uint(estimate) + kHalfWay + kApart) & kLast) == 0;
-        return estimate;
-      },
-      words);
-#pragma unroll
-  for (int w = 0; w < 4; ++w) near |= (((words[w] & 0x70707070u) + 0x70707070u) & 0x80808080u) != 0x80808080u;
-  // Of a power of two the estimate is the quotient.
-  if (near && (__float_as_uint(scale.scale) & kFraction) != 0) {
-    pack_sixteen([&](int i) { return scale.divides(x.v[i]); }, words);
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-// Makes NaN of those that were no numbers, or of all: of one block, where one was none.
-__device__ __forceinline__ uint4 spoil_sixteen(const Sixteen& x, bool all, const uint4& values) {
-  uint32_t words[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-  for (int i = 0; i < kFp8Each; ++i) {
-    const int shift = 8 * (i % 4);
-    if (!all && !quantize::spoils(x.v[i])) continue;
-    words[i / 4] = (words[i / 4] & ~(uint32_t{UINT8_MAX} << shift)) | uint32_t{quantize::kNanValue} << shift;
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 // The larger of a magnitude, as bits, and a number's: NaN is larger than infinity.
 __device__ __forceinline__ uint32_t larger_of(uint32_t magnitude, float x) {
 #if __CUDA_ARCH__ >= 800
@@ -175,19 +68,143 @@ __device__ __forceinline__ uint32_t larger_of(uint32_t magnitude, float x) {
   return max(magnitude, __float_as_uint(x) & quantize::kMagnitude);
 #endif
 }
-// The largest of the magnitudes, as bits; block_largest: of the threads that share a block, by a whole warp.
+// The largest of the magnitudes, as bits.
 __device__ __forceinline__ uint32_t largest_of(const Sixteen& x) {
   uint32_t magnitude = 0;
 #pragma unroll
   for (int i = 0; i < kFp8Each; ++i) magnitude = larger_of(magnitude, x.v[i]);
   return magnitude;
 }
+// The same of sixteen elements of a 16-bit type. Magnitudes of either type have the order of their bits as integers,
+// NaN above infinity, so the larger halves of two words are those of an unsigned comparison.
+template <twDtype_t kType>
+__device__ __forceinline__ uint32_t largest_of_pairs(const uint4& a, const uint4& b) {
+  constexpr uint32_t kBoth = 0x7fff7fff;
+  const auto larger = [](uint32_t x, uint32_t y) { return __vmaxu2(x, y); };
+  const uint32_t words[8] = {a.x & kBoth, a.y & kBoth, a.z & kBoth, a.w & kBoth,
+                             b.x & kBoth, b.y & kBoth, b.z & kBoth, b.w & kBoth};
+  const uint32_t pair = larger(larger(larger(words[0], words[1]), larger(words[2], words[3])),
+                               larger(larger(words[4], words[5]), larger(words[6], words[7])));
+  return __float_as_uint(widen(kType, max(pair & 0xffff, pair >> 16)));
+}
+// The largest of those of the threads that share a block, by a whole warp.
 __device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
 #pragma unroll
   for (int distance = kFp8Sharing / 2; distance > 0; distance /= 2) {
     magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, distance));
   }
   return magnitude;
+}
+
+// Loads a thread's part of a tile whose elements are all there, of a 16-bit type, in rows that begin at multiples of 16
+// bytes. All of it is on its way before the first of it is looked at. `largest`: the largest magnitude of each step, as
+// largest_of gives it, found two elements at a time.
+template <twDtype_t kType>
+__device__ __forceinline__ void load_whole(const std::byte* row, int64_t begin, Sixteen (&to)[kFp8Steps],
+                                           uint32_t (&largest)[kFp8Steps]) {
+  uint4 raw[kFp8Steps][2];
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      raw[u][i] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + 2 * (begin + u * kFp8Step)) + i);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kFp8Steps; ++u) {
+    largest[u] = largest_of_pairs<kType>(raw[u][0], raw[u][1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      spread_word(kType, low_half(raw[u][i]), 8 * i, &to[u]);
+      spread_word(kType, high_half(raw[u][i]), 8 * i + 4, &to[u]);
+    }
+  }
+}
+
+// A quotient that ends at +-448, where the conversion to e4m3 does not see to that.
+__device__ __forceinline__ float ended(float quotient) {
+#if __CUDA_ARCH__ >= 890
+  return quotient;
+#else
+  return quantize::saturated(quotient);
+#endif
+}
+
+// Gives the scale of a block by its largest magnitude: quantize::scale_of(magnitude, false), without a branch, so that
+// the blocks of a tile are worked on side by side.
+__device__ __forceinline__ float block_scale(uint32_t magnitude) {
+  constexpr float kInverse = 1.0f / quantize::kLargest;
+  const float x = __uint_as_float(magnitude);
+  const float estimate = __fmul_rn(x, kInverse);
+  const float quotient = __fmaf_rn(__fmaf_rn(estimate, quantize::kLargest, -x), -kInverse, estimate);
+  const float scale = fmaxf(quotient, quantize::kLeastScale);
+  return magnitude == 0 ? 1.0f : magnitude < quantize::kInfinity ? scale : __uint_as_float(0x7fc00000u);
+}
+
+// Divides by one scale many times, by three instructions instead of the twenty of a division: an estimate by the
+// reciprocal, its remainder, which is exact, and a correction by that. The sign of a zero stays. The quotient is IEEE's
+// (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990), which holds where no
+// remainder that counts is subnormal, no estimate is infinite, and the reciprocal is the nearest float32. The last was
+// tried with all fractions of a scale, and all numbers whose quotient lies next to one that e4m3 rounds either way: one
+// step of Newton's after an estimate that is off by a last place gives quotients that are right, except for two scales.
+//
+// Rejected: a test whether x * (1 / scale) could round otherwise, and a division only then. Rows of bfloat16 have so
+// few bits that three quarters of a block's largest element, whose quotient lies half-way between two e4m3, is in most
+// blocks, so nearly every warp divided.
+struct Scale {
+  float scale;
+  float inverse;
+  bool usual;  // false: quotient() may be off
+
+  // `largest`: the largest magnitude that will be divided, as bits.
+  __device__ __forceinline__ Scale(float of, uint32_t largest) : scale(of) {
+    constexpr uint32_t kFraction = 0x7fffff;
+    const float estimate = reciprocal_near(of);
+    inverse = __fmaf_rn(estimate, __fmaf_rn(-of, estimate, 1.0f), estimate);
+    usual = of >= quantize::kSmall && __fmul_rn(__uint_as_float(largest), inverse) < quantize::kMostQuotient &&
+            (__float_as_uint(of) & kFraction) < kFraction - 2;
+  }
+  __device__ __forceinline__ float quotient(float x) const {
+    const float estimate = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(estimate, scale, -x), -inverse, estimate);
+  }
+  // Off by a last place at most.
+  static __device__ __forceinline__ float reciprocal_near(float x) {
+#ifdef __CUDA_ARCH__
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+    return near;
+#else
+    return quantize::divide(1.0f, x);
+#endif
+  }
+};
+
+// Converts sixteen elements to e4m3 one by one, in every case. `spoiled`: all of them become NaN.
+__device__ __noinline__ static uint4 narrow_any(const Sixteen& x, float scale, bool spoiled) {
+  uint32_t words[4] = {};
+#pragma unroll 1
+  for (int i = 0; i < kFp8Each; ++i) {
+    const uint32_t code = spoiled ? uint32_t{quantize::kNanValue} : quantize::e4m3_scaled(x.v[i], scale);
+    words[i / 4] |= code << (8 * (i % 4));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+// Converts sixteen elements to e4m3. `largest`: of their magnitudes or, where their block has a scale of its own
+// (in_blocks), of the block's; if that is no number, all of a block is spoiled, else what is none.
+__device__ __forceinline__ uint4 narrow_sixteen(const Sixteen& x, float scale, uint32_t largest, bool in_blocks) {
+  const Scale by(scale, largest);
+  if (!by.usual) {
+    const Sixteen copy = x;  // what has an address lies in memory
+    return narrow_any(copy, scale, in_blocks && largest >= quantize::kInfinity);
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const auto value = [&](int i) { return ended(by.quotient(x.v[4 * w + i])); };
+    words[w] = quantize::e4m3_pair(value(0), value(1)) | quantize::e4m3_pair(value(2), value(3)) << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Gives the value of byte `at` of four e4m3.

@@ -102,6 +102,7 @@ struct Fp8Params {
   CombineParams call;    // vectors_fit: sums may be stored 16 bytes at a time; sums_fit: rows may be loaded so
   float scale;           // of all elements; 0: each block of 128 has its own
   uint32_t scales_from;  // bytes of a row before its scales
+  int32_t fast;          // 1: the instance for usual calls serves (combine/fp8.cu, kFast)
 };
 inline constexpr uint32_t kFp8Tile = 1024;  // elements of a tile, which one warp quantises or sums
 
