@@ -101,6 +101,30 @@ def test_types(world, mode, wire) -> None:
         check(world, one(replace(OWN, mode=mode, combine_dtype=wire, hidden=hidden), *rounds))
 
 
+@pytest.mark.parametrize("kind", ["threads"])
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_few_rows_that_are_no_packets(world, mode, monkeypatch) -> None:
+    """What goes in chunks as many rows do: all types, sizes that no vector likes, more choices than a warp has threads,
+    ids of -1, ranks without tokens, calls that are sent alone, a slow rank, further combines."""
+    monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "0")
+    ranks = world(OWN.ranks)
+    ranks.forget()  # a comm reads its environment when it is made
+    base = Round((9, 0, 7), layout=LAYOUTS[mode], special=True)
+    rounds = (
+        base,
+        replace(base, seed=1, routing="holes", send_combine=True, late=True, late_weights=True, weighting="none"),
+        replace(base, seed=2, rows="float16", out="bfloat16", strided=True, own=True),
+        replace(base, seed=3, routing="one", rows="bfloat16", out="bfloat16", weighting="none"),
+        replace(base, seed=4, tokens=(0, 0, 0), routing="none"),
+        replace(base, seed=5, tokens=(3, 9, 1), late_weights=True, weighting="none"),
+    )
+    for hidden, top_k, wire in ((7, 3, "bfloat16"), (64, 5, "bfloat16"), (640, 3, "float32"), (24, 40, "float16")):
+        experts = 7 if top_k < 7 else 70
+        setup = replace(OWN, mode=mode, hidden=hidden, top_k=top_k, experts=experts, combine_dtype=wire)
+        check(world, one(setup, *rounds, slow=1))
+    ranks.forget()
+
+
 KINDS = [("low_latency", 0), ("low_latency", 2), ("high_throughput", 0), ("high_throughput", 2)]
 
 

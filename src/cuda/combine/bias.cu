@@ -9,7 +9,7 @@
 // The bias may lie where the sums go: each thread writes the elements alone that it has read before, and no two make
 // the same sum.
 //
-// What breaks if this changes: S4 (chunks, flags, or an acquire of every signal), S9 (the bias first, then ranks or k
+// What breaks if this changes: S4 (chunks or flags), S9 (the bias first, then ranks or k
 // ascending), and that a thread stores the elements whose bias it has loaded.
 #include "cuda/launch/bias.h"
 
@@ -148,7 +148,6 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, int token, int 
 __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
   const CombineParams& p = s.p;
   const bool per_rank = p.group.map.shape().per_expert == 0;
-  if (!per_rank && q.call.packets == 0 && !await_ranks(s)) return;
   const Shares shares = received_shares(p.roles);
   const uint32_t all = static_cast<uint32_t>(max(p.tokens, 0)) * p.tiles.per_row.divisor;
 #pragma unroll 1
@@ -157,8 +156,10 @@ __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
     const auto token = static_cast<int>(row);
     const Tile tile = tile_of(p.tiles, u - row * p.tiles.per_row.divisor);
     Terms terms{0, true, false, -1};
-    if (per_rank) terms = find_terms(s, token, load_sent(p, token, lane()));
+    const Sent sent = load_sent(p, token, lane());
+    if (per_rank) terms = find_terms(s, token, sent);
     bool here = terms.here;
+    if (!per_rank && q.call.packets == 0) here = await_choices(s, token, sent);
     const Listed first = list_terms(s, q.call, token, terms.fan, 0);
 #pragma unroll 1
     for (uint32_t begin = tile.begin; begin < tile.end && here; begin += kGroups) {

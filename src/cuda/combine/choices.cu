@@ -1,21 +1,18 @@
-// Combine per expert: a row for each (token, k) goes to the token's owner as its expert made it, and is weighted and
-// summed there. Takes ChoicesParams; gives each token's sum in the caller's output.
+// Combine per expert of few tokens: a row for each (token, k) goes to the token's owner as its expert made it, in LL128
+// packets, and is weighted and summed there as it comes. Takes ChoicesParams; gives each token's sum in the caller's
+// output. combine/choices_bulk.cu does the same of more tokens.
 //
 // Floor: K rows of each token over the link, or min(K, N) times as many bytes as a combine per rank may take, then one
-// flight, and the sum of K rows out of memory. With few tokens rows go as packets, which are summed as they come; their
-// places are by (token, k) of the owner, of which one rank alone writes each. With more tokens they go into the inbox
-// at (token, k), and the step's signals say that they are there. This rank's own rows take the same way through its own
-// window. A warp has a tile of a row at a time, and finds whose choices the row has by the places that the dispatch, or
-// the kernel of places, has kept. (What it lacks beside the kernels per rank: chunks with signals of
-// their own, so sums begin when all rows are there, and kernels for each type.)
+// flight. The places of packets are by (token, k) of the owner, of which one rank alone writes each; this rank's own
+// rows take the same way through its own window. A warp has a tile of a row at a time, and finds whose choices the row
+// has by the places that the dispatch, or the kernel of places, has kept.
 //
-// What breaks if this changes: S3 (publishing follows the last read where rows lie in the window), S4 (an acquire of
-// every signal, or a flag in every packet), S7 (send before sum), S9 (k ascending, each operation rounded: no sum knows
-// the ranks), and that a row that was not sent is no term.
+// What breaks if this changes: S3 (publishing follows the last read where rows lie in the window), S4 (a flag in every
+// packet), S7 (send before sum), S9 (k ascending, each operation rounded: no sum knows the ranks), and that a row that
+// was not sent is no term.
 #include <cuda_runtime.h>
 
 #include "cuda/combine/choices.cuh"
-#include "cuda/combine/chunks.cuh"
 #include "cuda/combine/end.cuh"
 #include "cuda/launch/choices.h"
 #include "cuda/launch/launch.h"
@@ -26,79 +23,17 @@ namespace {
 
 // ---- Sending
 
-// Copies a tile of a row whose bytes travel as they are, 16 at a time.
-__device__ inline void copy_row(const Sum& s, const std::byte* row, std::byte* to, const Tile& tile) {
-  constexpr uint32_t kAtOnce = 4;
+// Sends a tile of one choice's row, by a warp. `to`: where the row's first packet goes.
+__device__ inline void send_row(const Sum& s, const std::byte* row, std::byte* to, const Tile& tile) {
   const CombineParams& p = s.p;
-  const uint32_t begin = tile.number * p.per_tile;
-  const uint32_t end = min(p.vectors, begin + p.per_tile);
-#pragma unroll 1
-  for (uint32_t v = begin + static_cast<uint32_t>(lane()); v < end; v += 32 * kAtOnce) {
-    uint4 value[kAtOnce];
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (v + 32 * i < end) value[i] = load_fresh<uint4>(row + uint64_t{16} * (v + 32 * i));
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (v + 32 * i < end) put_data(reinterpret_cast<uint4*>(to) + v + 32 * i, value[i]);
-    }
-  }
-}
-
-// Gives word w of a row in the wire's type, where the row is the one of the warp's set.
-__device__ inline uint64_t sent_word(const Sum& s, const std::byte* row, bool as_it_is, uint32_t w) {
-  if (w >= s.p.tiles.words) return 0;
-  return as_it_is ? load_fresh<unsigned long long>(row + 8 * static_cast<uint64_t>(w)) : sum_word(s.p, s.set(), w);
-}
-
-// Puts the words of a tile into the inbox.
-__device__ inline void put_words(const CombineParams& p, std::byte* to, const Tile& tile,
-                                 const Vec16 (&pair)[kTileGroups]) {
-  const auto bytes = static_cast<int64_t>(p.group.map.shape().combine_bytes);
-  const auto put = [&](uint32_t at, uint64_t value) {
-    if (at >= p.tiles.words) return;
-    store_bytes(to + 8 * static_cast<uint64_t>(at), value, bytes - 8 * static_cast<int64_t>(at));
-  };
-#pragma unroll
-  for (uint32_t g = 0; g < kTileGroups; ++g) {
-    if (tile.begin + g >= tile.end) continue;
-    const uint32_t w = first_word(tile.begin + g);
-    put(w, pair[g].a);
-    if (!is_flag()) put(w + 1, pair[g].b);
-  }
-}
-
-// Sends a tile of one choice's row, by a warp. `to`: where the row, or its first packet, goes.
-__device__ inline void send_row(const Sum& s, const ChoicesParams& c, const std::byte* row, std::byte* to,
-                                const Tile& tile) {
-  const CombineParams& p = s.p;
-  const bool same = p.rows_dtype == p.wire_dtype;
-  if (!c.packets && p.sums_fit) return copy_row(s, row, to, tile);
-  const bool as_it_is = same && p.words_fit;
-  if (!as_it_is) {  // a partial of one term is that row, rounded
-    __syncwarp();
-    if (lane() == 0) {
-      shared_at<const std::byte*>(p.at.rows)[s.set() * p.group.map.shape().top_k] = row;
-      shared_at<int32_t>(p.at.row_counts)[s.set()] = 1;
-    }
-    __syncwarp();
-  }
+  Piece piece;
+  load_words(s, row, tile, &piece);
   const uint32_t own = part_of(p.tiles, tile);
-  Vec16 pair[kTileGroups];  // all of the tile is on its way before any of it is sent
-#pragma unroll
-  for (uint32_t g = 0; g < kTileGroups; ++g) {
-    if (tile.begin + g >= tile.end) continue;
-    const uint32_t w = first_word(tile.begin + g);
-    pair[g].a = sent_word(s, row, as_it_is, w);
-    pair[g].b = is_flag() ? s.step.number : sent_word(s, row, as_it_is, w + 1);
-  }
-  if (!c.packets) return put_words(p, to, tile, pair);
   __syncwarp();
   const bool together = is_together();
 #pragma unroll
   for (uint32_t g = 0; g < kTileGroups; ++g) {
-    if (g < own) store_packet(together, to + packet_place(tile.begin + g), pair[g].a, pair[g].b);
+    if (g < own) store_packet(together, to + packet_place(tile.begin + g), piece.pair[g].a, piece.pair[g].b);
   }
 }
 
@@ -120,7 +55,7 @@ __device__ void send_choices(const Sum& s, const ChoicesParams& c, int owner, in
     for (; left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
       const auto* const from = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, mine, k));
-      send_row(s, c, from, s.windows()[owner] + choice_target(s, c, owner, slot, token, base + k), tile);
+      send_row(s, from, s.windows()[owner] + choice_target(s, c, owner, slot, token, base + k), tile);
     }
   }
 }
@@ -149,29 +84,17 @@ __device__ void send_all(const Sum& s, const ChoicesParams& c) {
 
 // ---- Summing
 
-// Takes two choices of a token, those that the lanes `first` and `second` have (-1: none), into the parts; those that
-// come as packets are looked at once. (Four at once took a pair of 1 to 8 tokens 0.4 to 1 us longer, 4x H100.)
-__device__ inline void expect_two(const Sum& s, const ChoicesParams& c, const Returned& of, const int (&from)[kTerms],
-                                  const Tile& tile, int (&rank)[kTerms], float (&weight)[kTerms],
-                                  Parts<kTerms, kGroups>* parts) {
+// Takes two choices of a token, those that the lanes `from` have (-1: none), into the parts, and looks once. (Four at
+// once took a pair of 1 to 8 tokens 0.4 to 1 us longer, 4x H100.)
+__device__ inline void expect_two(const Returned& of, const int (&from)[kTerms], const Tile& tile, int (&rank)[kTerms],
+                                  float (&weight)[kTerms], Parts<kTerms, kGroups>* parts) {
 #pragma unroll
   for (int t = 0; t < kTerms; ++t) {
     const int source = max(from[t], 0);
     const auto* const at = reinterpret_cast<const std::byte*>(__shfl_sync(~0u, of.at, source));
     rank[t] = __shfl_sync(~0u, of.rank, source);
     weight[t] = __shfl_sync(~0u, of.weight, source);
-    parts->at[t] = nullptr;
-    if (from[t] < 0) continue;
-    if (c.packets) {
-      parts->at[t] = at + packet_place(tile.begin);
-      continue;
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const uint32_t w = first_word(tile.begin + g);
-      if (tile.begin + g >= tile.end) continue;
-      parts->value[g][t] = s.p.words_fit ? load_two(at, w, s.p.tiles.words) : load_any_pair(s, at, false, w);
-    }
+    parts->at[t] = from[t] < 0 ? nullptr : at + packet_place(tile.begin);
   }
   parts->look();
 }
@@ -198,10 +121,10 @@ __device__ bool sum_returned(const Sum& s, const ChoicesParams& c, int token, co
       }
       int rank[kTerms];
       float weight[kTerms];
-      expect_two(s, c, of, from, tile, rank, weight, &parts);
-      if (c.packets && !await_packets(
-                           p.group, s.step, &parts, [&](int t) { return t == 0 ? rank[0] : rank[1]; },
-                           [&](int source) { return source_failed(p.group, s.step, source); })) {
+      expect_two(of, from, tile, rank, weight, &parts);
+      if (!await_packets(
+              p.group, s.step, &parts, [&](int t) { return t == 0 ? rank[0] : rank[1]; },
+              [&](int source) { return source_failed(p.group, s.step, source); })) {
         return false;
       }
 #pragma unroll
@@ -223,7 +146,6 @@ __device__ bool sum_returned(const Sum& s, const ChoicesParams& c, int token, co
 
 __device__ void sum_all(const Sum& s, const ChoicesParams& c) {
   const CombineParams& p = s.p;
-  if (!c.packets && !await_ranks(s)) return;
   const Shares shares = received_shares(p.roles);
   const uint32_t all = static_cast<uint32_t>(max(p.tokens, 0)) * p.tiles.per_row.divisor;
 #pragma unroll 1
@@ -246,36 +168,16 @@ __device__ void sum_all(const Sum& s, const ChoicesParams& c) {
 __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_constant__ ChoicesParams c) {
   let_next_begin();
   const CombineParams& p = c.call;
-  const GroupView& g = p.group;
-  const auto thread = static_cast<int>(threadIdx.x);
   Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
-#pragma unroll 1
-  for (int i = thread; i < s.ranks(); i += kThreads) s.windows()[i] = target_of(g, i, p.send);
-  if (thread == 0) *s.failed() = 0;
-  warm(c);
-  await_earlier();
-  const Counts counts = load_counts(s, thread);
-  s.step.number = next_step(g, p.channel);
-  const bool good = can_combine(p);
-  begin_at_bank(g, p.bank, &s.step.number);
-  if (p.part.skips) ++s.step.number;
-  keep_counts(s, counts);
-  bool usable = __syncthreads_and(good) != 0;  // threads that differ would wait for each other
-  if (p.part.skips && p.send && usable) usable = skip_step(g, s.step);
-  if (!usable) {
-    if (p.receive) give_up(s);
-    return;  // the step has not ended: it will be another kernel's, unless the group is finished
-  }
-  if (p.send && thread == 0 && blockIdx.x == 0) say_sent(g, s.step);
+  if (!begin_step<false>(&s, c)) return;
   if (s.sends()) {  // S7: nobody here waits
-    const bool early = c.packets && !p.late_signal;
-    if (early && blockIdx.x == 0 && s.set() == kWarps - 1) publish_first(s);
+    if (!p.late_signal && blockIdx.x == 0 && s.set() == kWarps - 1) publish_first(s);
     send_all(s, c);
-    if (!early) publish_last(s);
+    if (p.late_signal) publish_last(s);
   }
   uint32_t arrived = 0;
-  if (p.receive && thread == 0) arrived = begin_end(g, s.step);
-  if (thread == 0 && blockIdx.x == 0) clear_counters(g, s.step);
+  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
+  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
   if (s.sums()) sum_all(s, c);
   if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
   if (p.receive) finish_combine(s, arrived);
@@ -283,11 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_const
 
 }  // namespace
 
-int launch_choices(const ChoicesParams& params, bool early, void* stream) {
+int launch_choice_packets(const ChoicesParams& params, bool early, void* stream) {
   return launch_kernel(choices_kernel, params, params.call.roles.grid(), params.call.at.bytes, early, stream);
 }
 
-int load_choices(const Shape& shape) {
+int load_choice_packets(const Shape& shape) {
   return allow_shared(reinterpret_cast<const void*>(choices_kernel), CombineScratch::make(shape).bytes);
 }
 

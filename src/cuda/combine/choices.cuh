@@ -1,10 +1,10 @@
 // Rows per expert at their owner: where a token's are, and how one is added. Kernels of combines per expert share it
-// (combine/choices.cu, combine/bias.cu).
+// (combine/choices.cu, choices_bulk.cu, bias.cu).
 //
 // Takes ChoicesParams and the handle's routing; gives places of rows, and words of a sum.
 //
-// What breaks if this changes: S4 (an acquire of every signal), S9 (multiply, then add), and that a row that was not
-// sent is no term.
+// What breaks if this changes: S4 (await_choices acquires), S9 (multiply, then add), and that a row that was not sent
+// is no term.
 #pragma once
 
 #include "cuda/combine/sums.cuh"
@@ -18,6 +18,38 @@ __device__ inline uint64_t choice_target(const Sum& s, const ChoicesParams& c, i
   if (is_staged(g)) return g.map.choice_slot(s.step.channel, s.step.bank(), owner, slot, s.p.bound, k);
   return c.packets ? g.map.choice_packet(s.step.channel, s.step.bank(), token, k)
                    : g.map.choice_inbox(s.step.channel, s.step.bank(), token, k);
+}
+
+// A thread's part of a tile of a row, as it travels.
+struct Piece {
+  Vec16 pair[kTileGroups];
+};
+
+// Gives word w of a row in the wire's type, where the row is the one of the warp's set.
+__device__ inline uint64_t sent_word(const Sum& s, const std::byte* row, bool as_it_is, uint32_t w) {
+  if (w >= s.p.tiles.words) return 0;
+  return as_it_is ? load_fresh<unsigned long long>(row + 8 * static_cast<uint64_t>(w)) : sum_word(s.p, s.set(), w);
+}
+// Loads the words of a piece, and the step for the threads that have the flags, by a warp. All of it is on its way
+// before any of it is looked at.
+__device__ inline void load_words(const Sum& s, const std::byte* row, const Tile& tile, Piece* piece) {
+  const CombineParams& p = s.p;
+  const bool as_it_is = p.rows_dtype == p.wire_dtype && p.words_fit;
+  if (!as_it_is) {  // a partial of one term is that row, rounded
+    __syncwarp();
+    if (lane() == 0) {
+      shared_at<const std::byte*>(p.at.rows)[s.set() * p.group.map.shape().top_k] = row;
+      shared_at<int32_t>(p.at.row_counts)[s.set()] = 1;
+    }
+    __syncwarp();
+  }
+#pragma unroll
+  for (uint32_t g = 0; g < kTileGroups; ++g) {
+    if (tile.begin + g >= tile.end) continue;
+    const uint32_t w = first_word(tile.begin + g);
+    piece->pair[g].a = sent_word(s, row, as_it_is, w);
+    piece->pair[g].b = is_flag() ? s.step.number : sent_word(s, row, as_it_is, w + 1);
+  }
 }
 
 // Up to 32 choices of a token as its owner sums them; the thread's own is that of its lane.
@@ -91,36 +123,17 @@ __device__ inline void store_sums(const CombineParams& p, int token, const Tile&
   }
 }
 
-// Waits for a rank's signal, which says that its rows are there (S4). False if the wait ended otherwise (S6), or the
-// rank has refused: the warp that concludes reports that.
-__device__ __noinline__ static bool await_rank(const GroupView& g, Step step, int rank) {
-  Patience patience(g);
-  Source source;
-  while (!saw(g, step, rank, Look::kSignal, &source)) {
-    bool late = false;
-    if (patience.over(&late)) {
-      if (late) {
-        report_failure(g, step, twTimeout, rank, source.signal);
-      } else {
-        report_stopped(g, step, rank, source.signal);
-      }
-      return g.no_wait;
-    }
-    __nanosleep(100);
-  }
-  return g.no_wait || source.error == twSuccess;
-}
-
-// Waits for every rank's, by a block. False if rows of some will not come: the step has failed.
-__device__ inline bool await_ranks(const Sum& s) {
+// Waits until all rows of a token's choices are in the inbox. False if some will not come (S6). `first`: the thread's
+// first destination; by a warp.
+__device__ inline bool await_choices(const Sum& s, int token, const Sent& first) {
   bool here = true;
 #pragma unroll 1
-  for (int rank = static_cast<int>(threadIdx.x); rank < s.ranks() && here; rank += kThreads) {
-    here = await_rank(s.p.group, s.step, rank);
+  for (int base = 0; base < s.fan_out(); base += 32) {
+    const int position = base + lane();
+    const auto [from, kept] = sent_row(s, base == 0 ? first : load_sent(s.p, token, position), position);
+    if (kept) here &= await_row(s, from);
   }
-  if (__syncthreads_and(here) != 0) return true;  // S4: what these threads have acquired the others may read
-  if (threadIdx.x == 0) *s.failed() = 1;
-  return false;
+  return __all_sync(~0u, here) != 0;  // S4: the threads that have looked have acquired
 }
 
 }  // namespace tw::cuda

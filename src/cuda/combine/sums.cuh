@@ -106,6 +106,24 @@ __device__ inline Sent load_sent(const CombineParams& p, int token, int position
   return {load_both(p.handle.destinations + static_cast<int64_t>(token) * fan_out + position), fan};
 }
 
+// The row of one of a token's destinations, its slot counted from the part's first. A row for which the receiver of an
+// exact layout had no room has not been sent, and is no term.
+struct SentRow {
+  Destination from;
+  bool kept;
+};
+__device__ inline SentRow sent_row(const Sum& s, const Sent& sent, int position) {
+  SentRow row{sent.to, false};
+  if (position >= sent.fan) return row;
+  row.from.slot -= s.sent_first()[row.from.rank];
+  row.kept = row.from.slot < s.sent_rows()[row.from.rank];
+  return row;
+}
+// Waits for the chunk that a row which returns is in, as await_chunk does.
+__device__ inline bool await_row(const Sum& s, const Destination& from) {
+  return await_chunk(s.p.group, s.step, from.rank, quotient(from.slot, s.chunk_rows()));
+}
+
 // Finds where the terms of a token's sum are, into the warp's set, and waits for those in the inbox. `first`: the
 // thread's first destination.
 __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
@@ -115,11 +133,7 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
 #pragma unroll 1
   for (int base = 0; base < s.fan_out(); base += 32) {
     const int position = base + lane();
-    const Sent sent = base == 0 ? first : load_sent(p, token, position);
-    Destination from = sent.to;
-    if (position < sent.fan) from.slot -= s.sent_first()[from.rank];
-    // A row for which the receiver of an exact layout had no room has not been sent, and is no term.
-    const bool kept = position < sent.fan && from.slot < s.sent_rows()[from.rank];
+    const auto [from, kept] = sent_row(s, base == 0 ? first : load_sent(p, token, position), position);
     const uint32_t all = __ballot_sync(~0u, kept);
     const int term = terms.fan + __popc(all & below(lane()));
     terms.fan += __popc(all);
@@ -138,7 +152,7 @@ __device__ inline Terms find_terms(const Sum& s, int token, const Sent& first) {
       s.kinds()[term] = kInbox;
       s.places()[term] = s.window() + inbox_source(p.group, s.step.channel, s.step.bank(), from.rank, from.slot,
                                                    p.bound, token, position);
-      terms.here &= await_chunk(p.group, s.step, from.rank, quotient(from.slot, s.chunk_rows()));
+      terms.here &= await_row(s, from);
     }
   }
   __syncwarp();

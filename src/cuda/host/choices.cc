@@ -7,10 +7,24 @@
 // rows must be sent before sums overwrite them.
 #include "cuda/launch/choices.h"
 
+#include <algorithm>
+
 #include "cuda/host/backend.h"
 #include "cuda/plan/combine.h"
 
 namespace tw::cuda {
+namespace {
+
+// Rows of more tokens go in chunks (combine/choices_bulk.cu). Between two H200 128 tokens took 37 us as packets and 39 in
+// chunks, 512 took 115 and 104. Alike on all ranks, so not a number of the device's (S10).
+constexpr int32_t kMostPacketTokens = 256;
+
+int launch(const ChoicesParams& params, bool early, void* stream) {
+  return params.packets != 0 ? launch_choice_packets(params, early, stream)
+                             : launch_choices_bulk(params, early, stream);
+}
+
+}  // namespace
 
 Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params,
                                   bool early) {
@@ -22,19 +36,19 @@ Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget,
   c.call.own_direct = 0;
   c.weights = call.weights.data;
   c.weight_stride = call.weights.stride;
-  const int32_t most = c.call.group.packet_tokens;
+  const int32_t most = std::min(c.call.group.packet_tokens, kMostPacketTokens);
   c.packets = staged_ == nullptr && call.parts == 1 && most > 0 && call.bound <= most ? 1 : 0;
   const bool biased = call.bias.data != nullptr;
   const bool twice = c.call.send != 0 && c.call.receive != 0 && (biased || (!call.apart && !call.in_window));
   plan_choices(budget, rows, c.packets != 0, !twice, &c.call);
   if (twice) {
     c.call.receive = 0;
-    TW_RETURN_IF_FAILED(launched("a combine per expert", launch_choices(c, early, call.stream)));
+    TW_RETURN_IF_FAILED(launched("a combine per expert", launch(c, early, call.stream)));
     c.call.send = 0;
     c.call.receive = 1;
   }
   if (biased && c.call.receive != 0) return run_bias(call, c);
-  return launched("a combine per expert", launch_choices(c, early, call.stream));
+  return launched("a combine per expert", launch(c, early, call.stream));
 }
 
 }  // namespace tw::cuda

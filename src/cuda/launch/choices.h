@@ -18,7 +18,9 @@ struct ChoicesParams {
   int32_t packets;        // 1: all rows go as packets
 };
 
-// Launches the kernel of `params.call.roles`; `early`: see launch.h. A cudaError_t comes back as int.
-int launch_choices(const ChoicesParams& params, bool early, void* stream);
+// Launch the kernel of `params.call.roles`, where all rows are packets or none is; `early`: see launch.h. A cudaError_t
+// comes back as int.
+int launch_choice_packets(const ChoicesParams& params, bool early, void* stream);
+int launch_choices_bulk(const ChoicesParams& params, bool early, void* stream);
 
 }  // namespace tw::cuda

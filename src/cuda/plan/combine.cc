@@ -101,14 +101,20 @@ void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool a
   CombineParams& p = *params;
   const Tuning& tuning = *budget.tuning;
   p.kind = Kind::kGeneric;
+  if (!packets) p.group.packet_tokens = p.tail_packets = 0;
   const int64_t returning = static_cast<int64_t>(shape.ranks) * p.bound;
   const int64_t rows = std::max<int64_t>(p.tokens, returning);
   p.tiles = tiles_of(words_of(shape.combine_bytes), 0, tile_rows(packets, p.tokens, p.bound),
                      int64_t{budget.max_grid} * kWarps / 2, kTileGroups);
   const bool both = p.send && p.receive;
+  const int most = std::max(1, budget.max_grid * tuning.choices_sends / 100);
   p.roles = packets ? packet_roles(budget, rows, p.tiles, both, tuning.packet_combine_sends_summed, tuning.busy)
-                    : roles_of(budget, rows, p.tiles, both && apart, budget.max_grid / 2);
+                    : roles_of(budget, rows, p.tiles, both && apart, most);
   p.per_tile = share_of(p.vectors, p.tiles);
+  p.joins = 1;
+  p.pushed_parts = static_cast<int32_t>(p.tiles.per_row.divisor);
+  p.turn_chunks = 1;
+  p.drawn = turns_ahead(shape.chunk_rows * p.pushed_parts);
 }
 
 }  // namespace tw::cuda

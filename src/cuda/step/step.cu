@@ -21,7 +21,8 @@ int load_dispatch(const Shape& shape);
 int load_combine(const Shape& shape);
 int load_combine_fp8(const Shape& shape);
 int load_values(const Shape& shape);
-int load_choices(const Shape& shape);
+int load_choice_packets(const Shape& shape);
+int load_choices_bulk(const Shape& shape);
 int load_bias_kernels(const Shape& shape);
 int load_balance(const Shape& shape);
 int load_counts(const Shape& shape);
@@ -154,9 +155,9 @@ int load_kernels(const Shape& shape) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
   }
   for (const auto load :
-       {load_dispatch, load_dispatch_by_expert, load_combine, load_combine_fp8, load_values, load_choices,
-        load_bias_kernels, load_counts, load_balance, load_layout, load_gather, load_reduce, load_sharing,
-        load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
+       {load_dispatch, load_dispatch_by_expert, load_combine, load_combine_fp8, load_values, load_choice_packets,
+        load_choices_bulk, load_bias_kernels, load_counts, load_balance, load_layout, load_gather, load_reduce,
+        load_sharing, load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
   return load_land();
