@@ -15,8 +15,8 @@
 namespace tw::cuda {
 namespace {
 
-// Rows of more tokens go in chunks (combine/choices_bulk.cu). Between two H200 128 tokens took 37 us as packets and 39 in
-// chunks, 512 took 115 and 104. Alike on all ranks, so not a number of the device's (S10).
+// Rows of more tokens go in chunks (combine/choices_bulk.cu). Between two H200 128 tokens took 37 us as packets and 39
+// in chunks, 512 took 115 and 104. Alike on all ranks, so not a number of the device's (S10).
 constexpr int32_t kMostPacketTokens = 256;
 
 int launch(const ChoicesParams& params, bool early, void* stream) {
