@@ -152,6 +152,26 @@ def run_guide(rank: int) -> Any:
     return bool((out == 3 * x).all())
 
 
+def without_gradients(rank: int) -> dict[str, Any]:
+    """The results where nothing needs to see an op, and again with a mode that records what is called."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    found = {}
+    for case, (sizes, _) in CASES.items():
+        with torch.no_grad():
+            found[case] = [array(of) for of in layer(rows_of(case, rank), list(sizes), rank, None)]
+        with Recorded():
+            found[case] += [array(of) for of in layer(rows_of(case, rank), list(sizes), rank, None)]
+    return found | {"names": names}
+
+
 def rank_main(store: str, backends: list[str]) -> dict[str, Any]:
     import torch
 
@@ -169,6 +189,7 @@ def rank_main(store: str, backends: list[str]) -> dict[str, Any]:
             found[backend, case] = attempt(run_case, case, rank, None, call)
         for told, group in groups.items():
             found[backend, told] = attempt(run_case, "uneven", rank, group, compiled(backend))
+    found["plain"] = attempt(without_gradients, rank)
     found |= {name: mutant(name, rank) for name in MUTATIONS}
     found["refused"], found["unknown"] = attempt(refused, rank), unknown()
     found["after"] = attempt(run_case, "uneven", rank, None)
@@ -190,6 +211,18 @@ def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 @pytest.mark.parametrize("case", CASES)
 def test_as_an_all_reduce_and_a_slice(ran, case) -> None:
     judge(case, [found[case] for found in ran])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_gradients(ran, case) -> None:
+    """The same bits, whether the op is called or what it does; and who records calls finds the ops."""
+    for found in ran:
+        everyone, out = (found[case][name] for name in ("everyone", "out"))
+        for again in (found["plain"][case][:2], found["plain"][case][2:]):
+            np.testing.assert_array_equal(again[0], everyone)
+            np.testing.assert_array_equal(again[1], out)
+        for name in ("all_gatherv", "reduce_scatterv"):
+            assert sum(f"{name}_among" in told for told in found["plain"]["names"]) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)

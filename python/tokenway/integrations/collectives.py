@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.fx
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import tokenway as tw
 from tokenway.integrations import groups
@@ -39,6 +40,8 @@ def all_gatherv(rows: Tensor, sizes: Sequence[int], process_group: Any = None) -
     call and those with larger rows or a larger size than all before: make the largest call once before a capture.
     Errors: InvalidArgument, of which peers get PeerRefused; BoundMismatch where ranks give different sizes; those of
     `SharedGroup.with_room`."""
+    if _is_plain(rows):
+        return _gather(rows, sizes, process_group)
     return torch.ops.tokenway.all_gatherv_among(rows, sizes, _name(process_group))
 
 
@@ -48,6 +51,8 @@ def reduce_scatterv(rows: Tensor, sizes: Sequence[int], process_group: Any = Non
 
     rows: [sum of sizes, ...], float32, bfloat16 or float16, those for rank 0 first. The rest is as for `all_gatherv`.
     Sums are float32 over ranks ascending, rounded once: the same bits every time."""
+    if _is_plain(rows):
+        return _reduce(rows, sizes, process_group)
     return torch.ops.tokenway.reduce_scatterv_among(rows, sizes, _name(process_group))
 
 
@@ -139,6 +144,14 @@ def _listed(out: Sequence[Tensor] | None) -> list[Tensor] | None:
 # ---- ops -----------------------------------------------------------------------------------------------
 
 
+def _is_plain(rows: Any) -> bool:
+    """Whether nothing has to see an op: no compiler, no gradient, and no mode that records or replaces what is called.
+    PyTorch's dispatch of an op that is written in Python takes longer than all else here."""
+    if type(rows) is not Tensor or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return not (rows.requires_grad and torch.is_grad_enabled())
+
+
 def _name(process_group: Any) -> str:
     """Of a process group in the ops; "": the default one, as it is when the op runs."""
     if process_group is None:
@@ -146,21 +159,23 @@ def _name(process_group: Any) -> str:
     return process_group if isinstance(process_group, str) else process_group.group_name
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    """The process group of a name. Errors: InvalidArgument; InvalidUsage without a default one."""
+def _group(name: Any) -> Any:
+    """The process group of a name, or what is one. Errors: InvalidArgument; InvalidUsage without a default one."""
     if not name:
         return groups.resolved(None)
+    if not isinstance(name, str):
+        return name
     try:
         return dist.distributed_c10d._resolve_process_group(name)
     except (RuntimeError, ValueError, KeyError) as error:
         raise tw.InvalidArgument.of("process_group", f"is {name!r}; no process group has that name") from error
 
 
-def _gather(rows: Tensor, sizes: list[int], process_group: str) -> Tensor:
+def _gather(rows: Tensor, sizes: Sequence[int], process_group: Any) -> Tensor:
     return of(_group(process_group), rows.device).all_gatherv([rows], sizes)[0]
 
 
-def _reduce(rows: Tensor, sizes: list[int], process_group: str) -> Tensor:
+def _reduce(rows: Tensor, sizes: Sequence[int], process_group: Any) -> Tensor:
     return of(_group(process_group), rows.device).reduce_scatterv([rows], sizes)[0]
 
 
