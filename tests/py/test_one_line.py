@@ -162,8 +162,17 @@ def without_gradients(rank: int) -> dict[str, Any]:
             names.append(func.name())
             return func(*args, **(kwargs or {}))
 
+    def seen(rows: Any) -> Any:
+        from tokenway.integrations import collectives
+
+        with patch.object(collectives, "_reduce", side_effect=AssertionError("called plainly")):
+            return attempt(lambda: tuple(collectives.reduce_scatterv(rows, [1, 1]).shape))
+
     names: list[str] = []
-    found = {}
+    found = {"meta": seen(torch.empty(2, HIDDEN, device="meta"))}
+    with torch.autograd.forward_ad.dual_level():
+        one = torch.ones(2, HIDDEN)
+        found["dual"] = seen(torch.autograd.forward_ad.make_dual(one, one))
     for case, (sizes, _) in CASES.items():
         with torch.no_grad():
             found[case] = [array(of) for of in layer(rows_of(case, rank), list(sizes), rank, None)]
@@ -223,6 +232,8 @@ def test_without_gradients(ran, case) -> None:
             np.testing.assert_array_equal(again[1], out)
         for name in ("all_gatherv", "reduce_scatterv"):
             assert sum(f"{name}_among" in told for told in found["plain"]["names"]) == len(CASES)
+        assert found["plain"]["meta"] == (1, HIDDEN)
+        assert "called plainly" not in str(found["plain"]["dual"])
 
 
 @pytest.mark.parametrize("case", CASES)

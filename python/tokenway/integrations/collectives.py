@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.fx
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import tokenway as tw
@@ -145,11 +147,13 @@ def _listed(out: Sequence[Tensor] | None) -> list[Tensor] | None:
 
 
 def _is_plain(rows: Any) -> bool:
-    """Whether nothing has to see an op: no compiler, no gradient, and no mode that records or replaces what is called.
-    PyTorch's dispatch of an op that is written in Python takes longer than all else here."""
-    if type(rows) is not Tensor or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    """Whether nothing has to see an op: a tensor that lies somewhere, and no compiler, no gradient backward or forward,
+    no transform, and no mode that records or replaces what is called. PyTorch's dispatch of an op that is written in
+    Python takes longer than all else here."""
+    if type(rows) is not Tensor or rows.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return False
-    return not (rows.requires_grad and torch.is_grad_enabled())
+    transformed = forward_ad._current_level >= 0 or _functorch.maybe_current_level() is not None
+    return not (transformed or is_in_torch_dispatch_mode() or (rows.requires_grad and torch.is_grad_enabled()))
 
 
 def _name(process_group: Any) -> str:
