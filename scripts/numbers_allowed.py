@@ -68,7 +68,6 @@ ALLOWED: dict[str, dict[int, str]] = {
     "dispatch/ll128_send.cuh": {0x3F800000: "1.0f"},
     "dispatch/ll128_tiles.cuh": {256: "the bit from which on a thread's words are the second payload's"},
     "dispatch/send_loop.cuh": {128: "bytes of a packet", 512: "bytes that a warp's 32 threads load at 16 each"},
-    "host/choices.cc": {256: "tokens up to which rows per expert go as packets, alike on all ranks"},
     "host/backend.cc": {20: "ms in which a kernel says what it waits for, beside another's trouble"},
     "host/control.cc": {
         20: "ms between looks at the peers' processes",

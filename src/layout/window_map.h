@@ -98,8 +98,12 @@ class WindowMap {
     map->packets_at_ = c.align(c.add(map->chunks_at_, c.mul(2, map->chunks_bytes_)), kPageAlignment);
     map->packet_row_ = map->packet_places_ > 0 ? packet_row_bytes(shape) : 0;
     // A combine per expert has its packets by (token, k) of the owner.
-    const int32_t sources = shape.per_expert != 0 ? std::max(shape.ranks, shape.top_k) : shape.ranks;
-    const uint64_t packets = c.mul(c.mul(sources, map->packet_places_), map->packet_row_);
+    uint64_t packet_rows = c.mul(shape.ranks, map->packet_places_);
+    if (shape.per_expert != 0) {
+      packet_rows =
+          std::max(packet_rows, c.mul(shape.top_k, std::min<uint64_t>(map->packet_places_, kMostChoicePackets)));
+    }
+    const uint64_t packets = c.mul(packet_rows, map->packet_row_);
     map->meta_packets_at_ = c.add(map->packets_at_, packets);
     map->meta_packet_row_ = map->packet_places_ > 0 ? meta_packet_bytes(shape) : 0;
     map->place_payloads();
@@ -324,7 +328,8 @@ class WindowMap {
   constexpr uint64_t choice_inbox(int channel, int bank, int token, int k) const {
     return bank_at(channel, bank) + (static_cast<uint64_t>(token) * shape_.top_k + k) * shape_.combine_bytes;
   }
-  // Packets of the row of a token's k-th choice, token < packet_tokens. One rank alone writes them in a step.
+  // Packets of the row of a token's k-th choice, token < packet_tokens and < kMostChoicePackets. One rank alone writes
+  // them in a step.
   constexpr uint64_t choice_packet(int channel, int bank, int token, int k) const {
     return channel_at(channel) + packets_at_ + packets_bytes_ * bank +
            (static_cast<uint64_t>(token) * shape_.top_k + k) * packet_row_;

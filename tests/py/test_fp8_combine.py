@@ -60,14 +60,18 @@ def test_layouts(world, layout, top_k, scale) -> None:
 
 
 @scaled
-@pytest.mark.parametrize("elements", [1, 15, 16, 127, 128, 129, 1008, 1040, 2311])
+@pytest.mark.parametrize("elements", [1, 15, 16, 127, 128, 129, 1008, 1024, 1040, 2311])
 def test_widths(world, elements, scale) -> None:
-    """Rows that end anywhere in a block, in 16 bytes and in a tile of 1024; aligned or not."""
+    """Rows that end anywhere in a block, in 16 bytes and in a tile of 1024, or are whole tiles; aligned or not, sent
+    alone, and by few blocks."""
     base = Round((7, 5), rows="bfloat16", out="bfloat16")
     for mode, (by_source, *_, by_expert) in LAYOUTS.items():
         setup = replace(OWN, ranks=2, mode=mode, combine_hidden=elements, wire_scale=scale)
         rounds = (
             replace(base, layout=by_source, weighting="none"),
+            replace(base, layout=by_source, weighting="none", seed=3, send_combine=True, own=True),
+            replace(base, layout=by_source, weighting="none", seed=4, out="float32"),
+            replace(base, layout=by_source, weighting="none", seed=5, rows="float16", out="float16"),
             replace(base, layout=by_expert, seed=1),
             replace(base, layout=by_source, seed=2, strided=True, rows="float32", out="float32"),
         )
@@ -174,6 +178,9 @@ def extremes(rank: int, tokens: int, hidden: int) -> np.ndarray:
     return rows
 
 
+EXTREMES = 300  # tokens
+
+
 def half_way(rng: np.random.Generator, tokens: int, hidden: int) -> np.ndarray:
     values = np.sort(np.arange(0x7F, dtype=np.uint8).view(numpy_dtype(FP8)).astype(np.float32))
     scales = np.where(np.arange(tokens) % 2 == 0, np.float32(0.7), rng.uniform(0.1, 9, tokens)).astype(np.float32)
@@ -183,8 +190,8 @@ def half_way(rng: np.random.Generator, tokens: int, hidden: int) -> np.ndarray:
     return rows * rng.choice(np.float32([-1, 1]), rows.shape)
 
 
-def sum_extremes(env: Any, scales: tuple[float | None, ...], dtype: str, out: str) -> list[np.ndarray]:
-    tokens, hidden = 300, 400
+def sum_extremes(env: Any, scales: tuple[float | None, ...], dtype: str, out: str, hidden: int) -> list[np.ndarray]:
+    tokens = EXTREMES
     backend, room = env.backend, tw.RowType(hidden, combine_dtype=FP8).combine_bytes
     ids = np.tile(np.arange(env.nranks, dtype=np.int32), (tokens, 1))
     rows = np.broadcast_to(extremes(env.rank, tokens, hidden), (env.nranks, tokens, hidden))
@@ -207,14 +214,16 @@ def sum_extremes(env: Any, scales: tuple[float | None, ...], dtype: str, out: st
         return [backend.array(group.rows(kind).combine(handle, mine, dtype=out)).copy() for kind in kinds]
 
 
+@pytest.mark.parametrize("hidden", [400, 1024])
 @pytest.mark.parametrize(("dtype", "out"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_every_magnitude(world, dtype, out) -> None:
-    """Blocks of zeros of both signs, subnormal numbers and scales, what saturates, NaN and infinities."""
+def test_every_magnitude(world, dtype, out, hidden) -> None:
+    """Blocks of zeros of both signs, subnormal numbers and scales, what saturates, NaN and infinities; rows of whole
+    tiles, which are loaded and compared otherwise, too."""
     nranks = min(2, world.most)
     scales = (None, 1.0, 2.0**-116, 2.0**116, 1e-30, 3e33, 0.7)
-    by_rank = world(nranks).run(sum_extremes, scales, dtype, out)
+    by_rank = world(nranks).run(sum_extremes, scales, dtype, out, hidden)
     with np.errstate(all="ignore"):
-        rows = [extremes(r, 300, 400).astype(numpy_dtype(dtype)).astype(np.float32) for r in range(nranks)]
+        rows = [extremes(r, EXTREMES, hidden).astype(numpy_dtype(dtype)).astype(np.float32) for r in range(nranks)]
         for i, scale in enumerate(scales):
             total = wire_reference.travelled(rows[0], FP8, scale)
             for more in rows[1:]:

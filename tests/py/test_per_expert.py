@@ -3,6 +3,7 @@ bits in all layouts by expert and both modes, with weights of the handle, of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -101,14 +102,21 @@ def test_types(world, mode, wire) -> None:
         check(world, one(replace(OWN, mode=mode, combine_dtype=wire, hidden=hidden), *rounds))
 
 
+@pytest.fixture
+def no_packets(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Comms whose rows are never packets; they read their environment when they are made."""
+    monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "0")
+    world(OWN.ranks).forget()
+    yield
+    world(OWN.ranks).forget()
+
+
 @pytest.mark.parametrize("kind", ["threads"])
 @pytest.mark.parametrize("mode", LAYOUTS)
-def test_few_rows_that_are_no_packets(world, mode, monkeypatch) -> None:
+@pytest.mark.usefixtures("no_packets")
+def test_few_rows_that_are_no_packets(world, mode) -> None:
     """What goes in chunks as many rows do: all types, sizes that no vector likes, more choices than a warp has threads,
     ids of -1, ranks without tokens, calls that are sent alone, a slow rank, further combines."""
-    monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "0")
-    ranks = world(OWN.ranks)
-    ranks.forget()  # a comm reads its environment when it is made
     base = Round((9, 0, 7), layout=LAYOUTS[mode], special=True)
     rounds = (
         base,
@@ -122,7 +130,15 @@ def test_few_rows_that_are_no_packets(world, mode, monkeypatch) -> None:
         experts = 7 if top_k < 7 else 70
         setup = replace(OWN, mode=mode, hidden=hidden, top_k=top_k, experts=experts, combine_dtype=wire)
         check(world, one(setup, *rounds, slow=1))
-    ranks.forget()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_packets_and_chunks_in_turns(world, slow) -> None:
+    """The most tokens that go as packets, and one more, in turns."""
+    setup = replace(OWN, ranks=2, experts=6, top_k=4, hidden=8, max_tokens=257)
+    base = Round((256, 211), layout="expert_major", rows="bfloat16", out="bfloat16", weighting="none")
+    rounds = [replace(base, bound=bound, tokens=(bound, 211), seed=bound + i) for i, bound in enumerate((256, 257) * 3)]
+    check(world, one(setup, *rounds, slow=slow))
 
 
 KINDS = [("low_latency", 0), ("low_latency", 2), ("high_throughput", 0), ("high_throughput", 2)]

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| (?P<question>[^|]+) \| `(?P<file>[^`]+)` \| `(?P<symbol>[^`]+)` \|$", re.MULTILINE)
-ROWS = [m.groupdict() for m in ROW.finditer((ROOT / "docs" / "WHERE.md").read_text())]
+TEXT = (ROOT / "docs" / "WHERE.md").read_text()
+ROWS = [m.groupdict() for m in ROW.finditer(TEXT)]
 
 # What a newcomer asks for first.
 ASKED = (
@@ -23,6 +24,8 @@ def test_what_is_asked_first_is_answered() -> None:
     for asked in ASKED:
         assert re.search(asked, questions), asked
     assert len(ROWS) >= 30
+    lines = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| question |")]
+    assert len(ROWS) == len(lines), "a row that names no file and no symbol"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['file']}:{row['symbol']}")

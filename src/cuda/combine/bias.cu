@@ -9,8 +9,8 @@
 // The bias may lie where the sums go: each thread writes the elements alone that it has read before, and no two make
 // the same sum.
 //
-// What breaks if this changes: S4 (chunks or flags), S9 (the bias first, then ranks or k
-// ascending), and that a thread stores the elements whose bias it has loaded.
+// What breaks if this changes: S4 (chunks or flags), S9 (the bias first, then ranks or k ascending), and that a thread
+// stores the elements whose bias it has loaded.
 #include "cuda/launch/bias.h"
 
 #include <cuda_runtime.h>
@@ -156,7 +156,8 @@ __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
     const auto token = static_cast<int>(row);
     const Tile tile = tile_of(p.tiles, u - row * p.tiles.per_row.divisor);
     Terms terms{0, true, false, -1};
-    const Sent sent = load_sent(p, token, lane());
+    Sent sent{};
+    if (per_rank || q.call.packets == 0) sent = load_sent(p, token, lane());
     if (per_rank) terms = find_terms(s, token, sent);
     bool here = terms.here;
     if (!per_rank && q.call.packets == 0) here = await_choices(s, token, sent);

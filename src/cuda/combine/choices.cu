@@ -66,19 +66,14 @@ __device__ void send_all(const Sum& s, const ChoicesParams& c) {
 #pragma unroll 1
   for (int i = lane(); i < s.ranks(); i += 32) most = max(most, s.counts()[i]);
   most = __reduce_max_sync(~0u, most);
-  const uint32_t per_slot = p.tiles.per_row.divisor * static_cast<uint32_t>(s.ranks());
-  const int at_once = static_cast<int>(((1u << 31) - 1) / per_slot);  // slots whose tiles have numbers of 31 bits
+  const auto ranks = static_cast<uint32_t>(s.ranks());
+  const uint32_t end = static_cast<uint32_t>(most) * p.tiles.per_row.divisor * ranks;
   const Shares shares = sent_shares(p.roles);
 #pragma unroll 1
-  for (int begin = 0; begin < most; begin += at_once) {
-    const uint32_t end = static_cast<uint32_t>(min(at_once, most - begin)) * per_slot;
-#pragma unroll 1
-    for (uint32_t u = shares.first; u < end; u += shares.step) {
-      const Share share = share_of(p.tiles, static_cast<uint32_t>(s.ranks()), u);
-      const int owner = (p.group.me + 1 + share.turn) % s.ranks();
-      const int slot = begin + share.index;
-      if (slot < s.counts()[owner]) send_choices(s, c, owner, slot, share.tile);
-    }
+  for (uint32_t u = shares.first; u < end; u += shares.step) {
+    const Share share = share_of(p.tiles, ranks, u);
+    const int owner = (p.group.me + 1 + share.turn) % s.ranks();
+    if (share.index < s.counts()[owner]) send_choices(s, c, owner, share.index, share.tile);
   }
 }
 

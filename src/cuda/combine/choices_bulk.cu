@@ -10,7 +10,7 @@
 //
 // Which warp sends or sums a tile is drawn, and blocks that have sent join in the sums. By fixed shares some senders of
 // 4096 tokens had ended after 300 us, others after 680, and then sums by half of the blocks, which had waited for the
-// last row, took 420 (2x H200). So it took 1103 us, and takes 674 (bench/results/returns-2-gpus.json).
+// last row, took 420 (2x H200). So it took 1103 us, and takes 663 (bench/results/returns-2-gpus.json).
 //
 // What breaks if this changes: S3 (publishing follows the last read where rows lie in the window), S4 (a chunk's
 // signal), S7 (send before sum), S9 (k ascending, each operation rounded: no sum knows the ranks), and that a row that
@@ -226,10 +226,11 @@ __device__ void sum_all(const ChoiceSum& s) {
     const uint32_t row = divide(u, p.tiles.per_row);
     const auto token = static_cast<int>(row);
     const Tile tile = tile_of(p.tiles, u - row * per_row);
+    const Sent sent = load_sent(p, token, lane());  // on its way beside what find_returned loads
     const Returned first = find_returned(s, s.c, token, 0);
-    const bool here = await_choices(s, token, load_sent(p, token, lane()));
+    const bool here = await_choices(s, token, sent);
     found();
-    if (here && p.sums_fit && p.vectors_fit) {
+    if (here && p.vectors_fit) {
       sum_vectors_of(s, token, first, tile.number);
     } else if (here) {
       sum_words_of(s, token, first, tile);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1) choices_bulk_kernel(const __grid_
   if (!begin_step<true>(&s, c)) return;
   if (s.sends()) {
     if (!p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits
+    push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits. (push_item serves all types.)
     if (p.late_signal) publish_last(s);
   }
   uint32_t arrived = 0;

@@ -6,10 +6,11 @@
 // positions. This rank's own partials go through its inbox: they are rounded as all others are.
 //
 // Floor: (H + 4 * ceil(H / 128)) / (2 * H) of what bfloat16 has on the link, 0.516 for 7168 elements. The last rows do
-// not go as packets, so a fence, a signal and a flight follow the last chunk, some 3 us: with few tokens that is more
+// not go as packets, so a fence, a signal and a flight follow the last chunk, some 5 us: with few tokens that is more
 // than half of the bytes saves. A quantising pass before a combine of plain rows would read all rows once and write
-// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.56x at 4096
-// tokens, 0.74x at 512 (4x H100, bench/results/returns-4-gpus.json).
+// half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.75x at 4096
+// tokens, 0.94x at 512 between two, where half of the rows stay (2x H200, bench/results/returns-2-gpus.json); 0.56x and
+// 0.74x by an older kernel between four (4x H100, returns-4-gpus.json).
 //
 // What breaks if this changes: S3 (late_signal; nothing is written before await_earlier), S4 (chunks), S7 (send before
 // sum), S9 (order of terms, combine/fp8.cuh).
@@ -19,7 +20,6 @@
 #include "cuda/combine/drawn.cuh"
 #include "cuda/combine/end.cuh"
 #include "cuda/combine/fp8.cuh"
-#include "cuda/device/passes.cuh"
 #include "cuda/launch/bias.h"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
@@ -98,8 +98,8 @@ __device__ __forceinline__ void put_tile(const Fp8Sum& s, std::byte* to, int64_t
 // Sends one of a chunk's tiles, or nothing if the chunk has fewer rows (combine/chunks.cuh, push_chunks).
 //
 // kFast: rows of bfloat16 in whole tiles, each a partial as it lies, of which a sum of the same type is made. It is the
-// usual call, and has an instance of its own because the code that a warp goes through for a tile must be short: with
-// all types and layouts in one, instructions took a third of a sender's time to be met.
+// usual call, and has an instance of its own: with all types and layouts in one a warp goes through more code for a
+// tile, and 4096 tokens took 134 us for 127 (2x H200).
 template <twDtype_t kWire, bool kFast>
 __device__ inline void push_item(const Fp8Sum& s, int number, int item) {
   const CombineParams& p = s.p;

@@ -330,8 +330,9 @@ void fit_fp8(const CombineCall& call, CombineParams* params) {
 }
 
 Fp8Params fp8_of(const CombineCall& call, const CombineParams& p) {
-  const bool fast = p.rows_dtype == twBfloat16 && p.out_dtype == twBfloat16 && !p.expert_major && !p.weighted &&
-                    p.sums_fit && p.vectors_fit && p.elements % kFp8Tile == 0;
+  const bool rows = p.rows_dtype == twBfloat16 && !p.expert_major && !p.weighted && p.sums_fit;
+  const bool out = p.out_dtype == twBfloat16 && p.vectors_fit;
+  const bool fast = (rows || !p.send) && (out || !p.receive) && p.elements % kFp8Tile == 0;
   return {p, call.sent.scale, static_cast<uint32_t>(fp8_scales_begin(static_cast<uint64_t>(p.elements))), fast ? 1 : 0};
 }
 

@@ -1,5 +1,5 @@
-// Combines per expert on a device, as the host sees them: what their kernel has beside that of a combine per rank, and
-// its launches.
+// Combines per expert on a device, as the host sees them: what their kernels have beside those of combines per rank,
+// and their launches.
 //
 // Takes a CombineCall and the parameters that run_combine has filled in; gives launches on its stream.
 //
@@ -14,10 +14,6 @@
 
 namespace tw::cuda {
 namespace {
-
-// Rows of more tokens go in chunks (combine/choices_bulk.cu). Between two H200 128 tokens took 37 us as packets and 39
-// in chunks, 512 took 115 and 104. Alike on all ranks, so not a number of the device's (S10).
-constexpr int32_t kMostPacketTokens = 256;
 
 int launch(const ChoicesParams& params, bool early, void* stream) {
   return params.packets != 0 ? launch_choice_packets(params, early, stream)
@@ -36,7 +32,7 @@ Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget,
   c.call.own_direct = 0;
   c.weights = call.weights.data;
   c.weight_stride = call.weights.stride;
-  const int32_t most = std::min(c.call.group.packet_tokens, kMostPacketTokens);
+  const int32_t most = std::min(c.call.group.packet_tokens, kMostChoicePackets);
   c.packets = staged_ == nullptr && call.parts == 1 && most > 0 && call.bound <= most ? 1 : 0;
   const bool biased = call.bias.data != nullptr;
   const bool twice = c.call.send != 0 && c.call.receive != 0 && (biased || (!call.apart && !call.in_window));

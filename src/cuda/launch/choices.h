@@ -1,6 +1,6 @@
-// Combines per expert: what their kernel takes by value, and the launch.
+// Combines per expert: what their kernels take by value, and the launches.
 //
-// They have a kernel of their own, so that those of combines per rank stay as they are: with further parameters a pair
+// They have kernels of their own, so that those of combines per rank stay as they are: with further parameters a pair
 // of one token took 1.4 % longer.
 //
 // What breaks if this changes: `packets` must be alike on all ranks, else owner and sender disagree how rows come (S4,

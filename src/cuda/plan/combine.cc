@@ -111,7 +111,7 @@ void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool a
   p.roles = packets ? packet_roles(budget, rows, p.tiles, both, tuning.packet_combine_sends_summed, tuning.busy)
                     : roles_of(budget, rows, p.tiles, both && apart, most);
   p.per_tile = share_of(p.vectors, p.tiles);
-  p.joins = 1;
+  if (packets) return;
   p.pushed_parts = static_cast<int32_t>(p.tiles.per_row.divisor);
   p.turn_chunks = 1;
   p.drawn = turns_ahead(shape.chunk_rows * p.pushed_parts);

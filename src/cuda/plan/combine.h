@@ -24,8 +24,10 @@ void plan_combine(const Budget& budget, const Shape& shape, const CombineFacts& 
 // The same for rows that return as e4m3.
 void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& facts, CombineParams* params);
 
-// Plans one that returns rows per expert. `packets`: all rows go as packets; `apart`: as in CombineFacts. Writes kind,
-// tiles, roles and per_tile.
+// Plans one that returns rows per expert. `packets`: all rows go as packets, else none does; `apart`: as in
+// CombineFacts. Writes kind, tiles, roles and per_tile, and for chunks group.packet_tokens and tail_packets, which are
+// 0 (else no row would go in a chunk, and owners would wait for what does not come, S4), pushed_parts, turn_chunks and
+// drawn.
 void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool apart, CombineParams* params);
 
 }  // namespace tw::cuda

@@ -38,7 +38,7 @@ struct Tuning {
   int packet_combine_sends;         // rows that are sent as they are
   int packet_combine_sends_summed;  // rows by expert, summed on the way
   int fp8_combine_sends;            // percent of the kernel's own blocks, which quantise and then join in sums
-  int choices_sends;                // the same of rows per expert
+  int choices_sends;                // percent of the kernel's own blocks, which send rows per expert and then join
   int combine_tail;                 // rows for an owner that go as packets behind Simple rows, all owners' together
   int least_tail;                   // the least of either tail, for each peer
   int turn_rows_low_sm;             // rows that all blocks of a low-SM kernel send in a turn
