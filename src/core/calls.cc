@@ -76,7 +76,7 @@ void part_leases(twGroup& group, twHandle& handle) {
   handle.leases.clear();
 }
 
-Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel) {
+Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel, int bank) {
   const int count = group.channels.size();
   if (wish < -1 || wish >= count) {
     return fail(twInvalidArgument, "{} is {}; it must be -1 (the next free one) or from 0 to {}",
@@ -98,7 +98,7 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
     *channel = wish;
     return {};
   }
-  *channel = group.channels.next_free();
+  *channel = group.channels.next_free(bank);
   if (*channel >= 0) return {};
   return fail(twInvalidUsage,
               "no free lane: all {} are held by handles that were dispatched and not yet combined; combine or release "
@@ -324,7 +324,7 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   call->at.channel = -1;
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int channel = -1;
-  TW_RETURN_IF_FAILED(choose_channel(group, &handle, wish, &channel));
+  TW_RETURN_IF_FAILED(choose_channel(group, &handle, wish, &channel, kDispatchBank));
   TW_RETURN_IF_FAILED(drain(group, channel, twPhaseDispatch, call->stream));
   hold(group, handle, channel);
   call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
@@ -380,7 +380,7 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
                        const WindowMap& map, void* stream, Status why) {
   if (handle != nullptr) TW_RETURN_IF_FAILED(check_not_pending(*handle));
   int channel = -1;
-  TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel));
+  TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel, kDispatchBank));
   // The refusal comes first: on a device its step must have the bank that the lease gives a dispatch, as it has at the
   // peers.
   Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, map, {}}, channel, std::move(why));

@@ -27,6 +27,9 @@ struct Channel {
   bool second = false;               // the holder has dispatched an odd number of times on its lease
 };
 
+// Where the first dispatch of a lease goes on a device, and the combine after it.
+inline constexpr int kDispatchBank = 1, kCombineBank = 0;
+
 class Channels {
  public:
   Channels(int count, uint32_t first_step) : channels_(count) {
@@ -36,15 +39,18 @@ class Channels {
   int size() const { return static_cast<int>(channels_.size()); }
   Channel& operator[](int channel) { return channels_[channel]; }
 
-  // Takes the next channel that nobody holds, round robin; -1 if there is none.
-  int next_free() {
+  // Takes the next channel that nobody holds, round robin; -1 if there is none. `bank`: the step's, if it has one (else
+  // -1): a channel that stands before it comes first. So a combine whose handle has released its lane follows the
+  // dispatch there, and no later dispatch has to skip. All ranks count the steps of their calls alike (S5).
+  int next_free(int bank) {
+    int any = -1;
     for (int i = 0; i < size(); ++i) {
       const int channel = (cursor_ + i) % size();
       if (channels_[channel].holder != nullptr) continue;
-      cursor_ = (channel + 1) % size();
-      return channel;
+      if (bank < 0 || bank_of(channels_[channel].step + 1) == bank) return take(channel);
+      if (any < 0) any = channel;
     }
-    return -1;
+    return any < 0 ? -1 : take(any);
   }
 
   // Makes a channel free again.
@@ -74,12 +80,17 @@ class Channels {
   // Begins that step without the dispatch: for a refusal, or a gather that is seen in the window.
   StepPlace begin_refusal(int channel) {
     Channel& state = channels_[channel];
-    const int bank = state.second ? 0 : 1;
+    const int bank = state.second ? kCombineBank : kDispatchBank;
     state.step += bank_of(state.step + 1) == bank ? 1 : 2;
     return {channel, state.step};
   }
 
  private:
+  int take(int channel) {
+    cursor_ = (channel + 1) % size();
+    return channel;
+  }
+
   std::vector<Channel> channels_;
   int cursor_ = 0;
 };

@@ -12,7 +12,7 @@ namespace {
 // Chooses the channel of a combine: the handle's, or a free one for this step.
 Status choose_combine_channel(twGroup& group, const twHandle& handle, int* channel) {
   *channel = handle.channel;
-  return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel);
+  return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel, kCombineBank);
 }
 
 // `ended`: how the combine itself has ended. Token replicas share their sums then.

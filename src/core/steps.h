@@ -15,8 +15,9 @@ void describe_call_error(ErrorRecord* record, uint32_t bound, uint32_t note, boo
 TimePoint deadline_of(twGroup& group);
 // Turns the end of a step into a record and a sentence.
 Status conclude(twGroup& group, twPhase_t phase, StepPlace at, uint32_t bound, const StepEnd& end);
-// Chooses the channel of a call: the handle's, or the one asked for, or the next free one.
-Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel);
+// Chooses the channel of a call: the handle's, or the one asked for, or the next free one, as Channels::next_free does
+// for a step in `bank`.
+Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel, int bank = -1);
 // Ends what is left of a channel's last step; called before each step. `stream`: that of the call that begins it.
 Status drain(twGroup& group, int channel, twPhase_t phase, void* stream);
 // Finishes the send_only gather or reduce of a channel, and keeps how it ended for twCompleteRequest. Fails when the

@@ -163,6 +163,34 @@ TEST(DeviceSide, PairsOfDispatchAndCombineSkipNothing) {
   }
 }
 
+// Nor do those whose handles release their lanes in between, one after the other or two at once: a combine goes where a
+// dispatch has been, and a dispatch where a pair is over.
+TEST(DeviceSide, ReleasedPairsSkipNothing) {
+  const twHandle* const holder = reinterpret_cast<const twHandle*>(uintptr_t{64});  // only compared with NULL
+  for (const int at_once : {1, 2}) {
+    Channels channels(2, 0);
+    const auto step = [&](int bank) {
+      const int channel = channels.next_free(bank);
+      const uint32_t before = channels[channel].step;
+      channels[channel].holder = holder;
+      const StepPlace at = bank == kDispatchBank ? channels.begin_dispatch(channel) : channels.begin(channel);
+      EXPECT_EQ(at.step, before + 1) << "lane " << channel;
+      EXPECT_EQ(at.bank(), bank);
+      channels.give_back(channel);
+    };
+    for (int round = 0; round < 4; ++round) {
+      for (int i = 0; i < at_once; ++i) step(kDispatchBank);
+      for (int i = 0; i < at_once; ++i) step(kCombineBank);
+    }
+    EXPECT_EQ(channels[0].step, channels[1].step) << "both lanes are used alike";
+    EXPECT_EQ(channels[0].step, 4u * static_cast<uint32_t>(at_once));
+    channels[0].holder = channels[1].holder = holder;
+    EXPECT_EQ(channels.next_free(kDispatchBank), -1);
+    channels.give_back(1);
+    EXPECT_EQ(channels.next_free(kCombineBank), 1) << "the only free one, wherever it stands";
+  }
+}
+
 // A refusal takes the place of the dispatch that its peers make: same bank, and the next one is not put out of step.
 TEST(DeviceSide, RefusalStandsWhereTheDispatchWould) {
   for (const bool second : {false, true}) {

@@ -154,7 +154,8 @@ MUTATIONS = {
         "rows, beside[SCALES] = tw.quantize_fp8(x * (1 + torch.arange(len(x), device=x.device).view(-1, 1) % 2), True)",
         "fp8",
     ),
-    "numbers of tokens": ("device=device).view(-1, 1)\n", "device=device).view(-1, 1) + 1\n", "bfloat16"),
+    "numbers of tokens": ("= torch.arange(len(told), device=device)", "= torch.arange(1, len(told) + 1)", "bfloat16"),
+    "sources": ("told[:, 1] = view.rank", "told[:, 1] = 1 - view.rank", "bfloat16"),
 }
 
 
@@ -235,9 +236,7 @@ def numbers_kept() -> list[int]:
     from tokenway.integrations import low_latency
 
     exchanges = (each for known in ranks._known.values() for each in known._exchanges.values())
-    return [
-        len(x) for each in exchanges if type(each) is low_latency.LowLatency for x in each._numbers if each.top_k == 3
-    ]
+    return [len(x) for each in exchanges if type(each) is low_latency.LowLatency for x in each._told if each.top_k == 3]
 
 
 def failing_once() -> list[str]:

@@ -176,10 +176,10 @@ def close(found: Any, wanted: Any) -> None:
 MUTATIONS = {
     "a row off by one": ("hidden_states[:used], counts", "hidden_states[:used].roll(1, 0), counts", "equal"),
     "weights 2 % off": ("probs.gather(1, chosen)", "probs.gather(1, chosen) * 1.02", "equal"),
-    "ids off by one rank": ("gather(1, chosen), chosen, -1)", "gather(1, chosen), (chosen + 2) % 4, -1)", "uneven"),
+    "ids off by one rank": ("chosen.masked_fill(", "((chosen + 2) % 4).masked_fill(", "uneven"),
     "dropped tokens are kept": (
-        "gather(1, chosen), chosen, -1)",
-        "gather(1, chosen) | True, chosen, -1)",
+        "found == 0, -1)",
+        "found < 0, -1)",
         "dropped tokens",
     ),
 }

@@ -42,9 +42,9 @@ class LowLatency(Way):
         p, tokens = shape.profile, shape.tokens
         self._buffer = Buffer(dist.group.WORLD)
         here, peers = ranks.of(dist.group.WORLD, place.device)
-        kind = tw.RowType(p.hidden, place.dtype, {TOKEN: (1, "int32")}, place.dtype)
-        self._view = here.low_latency(peers, p.experts, p.top_k).shared.with_room(kind, tokens)
-        self._numbers = {TOKEN: torch.arange(tokens, dtype=torch.int32, device=place.device)[:, None]}
+        exchange = here.low_latency(peers, p.experts, p.top_k)
+        self._view = exchange.view(p.hidden, place.dtype, None, tokens)
+        self._told = {TOKEN: exchange.told(tokens, self._view)}
 
     @classmethod
     def refuses(cls, place: Place, shape: Shape) -> str | None:
@@ -64,8 +64,8 @@ class LowLatency(Way):
         return step.weights.sum(1)
 
     def direct(self, step: Step, experts: Ones) -> Any:
-        """In the same layout, with the payload that tells rows' numbers."""
-        many = {"late": True, "payloads": self._numbers}
+        """In the same layout, with the payload that tells rows' numbers and sources."""
+        many = {"late": True, "payloads": self._told}
         return operations(self._view, step, experts, "expert_major", self.shape.tokens, **many)
 
 

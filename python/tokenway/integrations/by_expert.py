@@ -30,7 +30,7 @@ class ByExpert:
         backward pass. On a CUDA device the host waits for the number of rows. Errors: those of `tokenway.autograd` and
         `SharedGroup.with_room`; InvalidUsage without sizes; InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
-        group = self.shared.with_room(tw.RowType(tokens.shape[1], tokens.dtype), room)
+        group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
         with gradients.telling(partial(group.refuse_routing, "grouped")):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()
@@ -40,8 +40,8 @@ class ByExpert:
     def used(routed: autograd.Routed) -> int:
         """How many rows experts are given, with what fills them up to a multiple of row_alignment. Waits for nothing:
         `offsets[-1]`, as the exchange of counts told the host."""
-        step = routed.handle.group.settings.row_alignment or 1
-        return int((-(-routed.handle.expert_rows // step) * step).sum())
+        rows, step = routed.handle.expert_rows, routed.handle.group.settings.row_alignment or 1
+        return int((rows if step == 1 else -(-rows // step) * step).sum())
 
     @staticmethod
     def combine(routed: autograd.Routed, rows: Tensor, *, weighted: bool = True) -> Tensor:
@@ -55,7 +55,8 @@ class ByExpert:
                 told = f"are {len(rows)}; they must be {used}, as many as experts were given"
                 raise tw.InvalidArgument.of("rows", told)
             rows = rows if weighted else rows.float() * routed.weights[:used, None]
-            rows = functional.pad(rows, (0, 0, 0, len(routed.tokens) - len(rows)))
+            if missing := len(routed.tokens) - len(rows):  # a pad by nothing would copy all of them
+                rows = functional.pad(rows, (0, 0, 0, missing))
         return autograd.combine(routed, rows)
 
     @staticmethod

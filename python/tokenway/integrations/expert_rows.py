@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import tokenway as tw
 from tokenway import autograd
 from tokenway.integrations.groups import SharedGroup, Sizes, give_back
 from tokenway.pytorch import gradients
@@ -32,7 +31,6 @@ class ExpertRows:
         self._compute, self._sizes, self._how, self._trained = compute, sizes, how, trained
         self._replicas: int = shared.settings["token_replicas"]
         self._nowhere: int = shared.settings["invalid_id"]
-        self._views: dict[tuple[int, torch.dtype], TypedGroup] = {}
 
     @staticmethod
     def settings(experts: int, local_experts: int, top_k: int, replicas: int) -> dict[str, Any]:
@@ -72,11 +70,7 @@ class ExpertRows:
         count, hidden = tokens.shape
         room = -(-self._sizes.room(count, self._how) // self._replicas)
         bound = max(-(-count // self._replicas), 1) if self._sizes.equal else None
-        key = hidden, tokens.dtype
-        view = self._views.get(key)
-        if view is None or view.group is not self.shared.group or room > view.max_tokens:  # else with_room does nothing
-            view = self._views[key] = self.shared.with_room(tw.RowType(hidden, tokens.dtype), max(room, 1))
-        return view, bound
+        return self.shared.with_plain_room(hidden, tokens.dtype, max(room, 1)), bound
 
     def _low_latency(self, group: TypedGroup, tracked: bool, bound: int | None) -> bool:
         """Whether rows come in slots, of which all ranks know the number, and not as many as there are."""

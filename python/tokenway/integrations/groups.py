@@ -83,6 +83,7 @@ class SharedGroup:
         self._peers = weakref.ref(peers)  # which holds this one
         self.settings = settings
         self._views: dict[Any, TypedGroup] = {}  # by what rows consist of
+        self._plain: dict[tuple[int, torch.dtype], TypedGroup] = {}  # of those, by hidden and dtype
         self.group: tw.Group | None = None  # None until it is needed
 
     @property
@@ -114,6 +115,14 @@ class SharedGroup:
             view = self._views[kind] = TypedGroup(group, rows)
         return view
 
+    def with_plain_room(self, hidden: int, dtype: torch.dtype, max_tokens: int) -> TypedGroup:
+        """`with_room` for rows with nothing beside them, found again at once where it would do nothing."""
+        key = hidden, dtype
+        view = self._plain.get(key)
+        if view is None or max_tokens > view.max_tokens:
+            view = self._plain[key] = self.with_room(tw.RowType(hidden, dtype), max_tokens)
+        return view
+
     def close(self) -> None:
         """Collective: closes the group, which is made anew if it is needed again."""
         try:
@@ -123,6 +132,7 @@ class SharedGroup:
             if self.group is None or self.group.closed:
                 self.group = None
                 self._views.clear()
+                self._plain.clear()
 
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""

@@ -15,8 +15,12 @@ from tokenway.integrations.groups import Peers, SharedGroup, complete, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
-SCALES, TOKEN = "scales", "token"  # payloads: of fp8 rows, and a row's number in its source's batch
+SCALES, TOKEN = "scales", "token"  # payloads: of fp8 rows, and a row's number in its source's batch, and its source
+# Elements of the latter, int32, of which two are unused: kernels for usual calls take all that travels by 16 bytes.
+TOKEN_ELEMENTS = 4
 _FP8_BLOCK, _PACKED = 128, 4  # elements to a scale, and scales to an int32
+
+Forms = list[tuple[str, tuple[int, ...], torch.dtype]]  # of outputs: name, shape, dtype
 
 
 class Names(NamedTuple):
@@ -35,8 +39,8 @@ DEEP_EP = Names()
 class Sent:
     """A dispatch: what its combines need, and what a caller may look up.
 
-    shape, device: of the rows that came, which are their caller's alone; counts: [L] int32; source: [L, N * b] int32, a
-    row's number in its source's batch; by_source: [L, N] int32, rows of each expert from each source."""
+    shape, device: of the rows that came, which are their caller's alone; counts: [L] int32; told: [L, N * b, 4] int32,
+    what has come with each row. What is asked for by few is made of that when it is asked for."""
 
     def __init__(
         self,
@@ -50,13 +54,19 @@ class Sent:
         self.exchange, self.view, self.handle, self.bound = exchange, view, handle, bound
         self.dtype = dtype  # of what experts return
         self.shape, self.device = made["tokens"].shape, made["tokens"].device
-        self.counts, self.by_source = made["counts"], made["source_counts"]
-        self.source = made[TOKEN].squeeze(-1)
+        self.counts, self.told = made["counts"], made[TOKEN]
         self.buffer: Tensor | None = None  # for the next combine's rows
+
+    def source(self) -> Tensor:
+        """[L, N * b] int32: a row's number in its source's batch."""
+        return self.told[..., 0].contiguous()
 
     def ranges(self) -> Tensor:
         """[L, N] int64: where the rows of each source begin, times 2**32, plus how many they are."""
-        counts = self.by_source.long()
+        places, ranks = self.shape[1], self.view.nranks
+        there = torch.arange(places, device=self.device) < self.counts[:, None]
+        sources = torch.where(there, self.told[..., 1], ranks).long()
+        counts = sources.new_zeros(len(sources), ranks + 1).scatter_add_(1, sources, there.long())[:, :ranks]
         return (counts.cumsum(1) - counts) << 32 | counts
 
 
@@ -81,16 +91,18 @@ class LowLatency:
             experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
         )
         self._views: dict[Any, tuple[TypedGroup, int]] = {}  # and the tokens that it is known to have room for
-        self._numbers: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
+        self._told: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
+        self._told_to: dict[int, Tensor] = {}  # of the last of them, so many rows
+        self._forms: dict[Any, Forms] = {}  # of outputs
 
-    def _view(self, hidden: int, dtype: torch.dtype, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
+    def view(self, hidden: int, dtype: torch.dtype, scales: tuple[int, str] | None, bound: int) -> TypedGroup:
         """The group as such rows see it. Collective the first time, and where rows or bound are larger than all before,
         which all ranks know alike."""
         key = hidden, dtype, scales
         view, room = self._views.get(key, (None, 0))
         if view is not None and view.group is self.shared.group and bound <= room:
             return view
-        payloads: dict[str, Any] = {TOKEN: (1, "int32")}
+        payloads: dict[str, Any] = {TOKEN: (TOKEN_ELEMENTS, "int32")}
         if scales is not None:
             payloads[SCALES] = scales
         sent = dtype if scales is None else torch.float8_e4m3fn
@@ -119,14 +131,14 @@ class LowLatency:
         scales = None
         if fp8:
             scales = (-(-blocks // _PACKED), "int32") if packed else (blocks, "float32")
-        view = self._view(x.shape[-1], x.dtype, scales, bound)
+        view = self.view(x.shape[-1], x.dtype, scales, bound)
         with gradients.telling(partial(view.refuse_dispatch, "expert_major", bound)):
             self._check_sizes(x, ids, bound)
-            rows, beside = x, {TOKEN: self._number(len(x), view)}
+            rows, beside = x, {TOKEN: self.told(len(x), view)}
             if fp8:
                 rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)
             handle = view.route(ids)
-            made = _outputs(view, bound)
+            made = self._outputs(view, (x.shape[-1], x.dtype, scales, bound))
         try:
             by_column = [SCALES] if fp8 else None
             asked: dict[str, Any] = {"layout": "expert_major", "bound": bound, "column_major": by_column}
@@ -188,13 +200,27 @@ class LowLatency:
             found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise tw.InvalidArgument.of(names.ids, f"is {found}; it must be {[len(x), self.top_k]}")
 
-    def _number(self, tokens: int, view: TypedGroup) -> Tensor:
-        """[T, 1] int32: 0, 1, 2 and so on."""
-        if not self._numbers or len(self._numbers[-1]) < view.max_tokens:  # all at once: never first in a capture
+    def told(self, tokens: int, view: TypedGroup) -> Tensor:
+        """[T, 4] int32, the payload TOKEN: 0, 1, 2 and so on, each with this rank."""
+        if not self._told or self._told[-1].shape[0] < view.max_tokens:  # all at once: never first in a capture
             device = gradients.device_of(view.group)
-            numbers = torch.arange(view.max_tokens, dtype=torch.int32, device=device).view(-1, 1)
-            self._numbers.append(numbers)
-        return self._numbers[-1][:tokens]
+            told = torch.zeros(view.max_tokens, TOKEN_ELEMENTS, dtype=torch.int32, device=device)
+            told[:, 0] = torch.arange(len(told), device=device)
+            told[:, 1] = view.rank
+            self._told.append(told)
+            self._told_to.clear()
+        found = self._told_to.get(tokens)
+        if found is None:
+            found = self._told_to[tokens] = self._told[-1][:tokens]
+        return found
+
+    def _outputs(self, view: TypedGroup, key: Any) -> dict[str, Tensor]:
+        """What a dispatch writes to. key: what their forms follow from, the bound at last."""
+        forms = self._forms.get(key)
+        if forms is None:
+            forms = self._forms[key] = _forms(view, key[-1])
+        device = gradients.device_of(view.group)
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
 
 
 class Once:
@@ -228,18 +254,15 @@ def _complete(pending: Any, handle: Any) -> None:
     give_back(handle)
 
 
-def _outputs(view: TypedGroup, bound: int) -> dict[str, Tensor]:
-    """What a dispatch writes to."""
-    device = gradients.device_of(view.group)
+def _forms(view: TypedGroup, bound: int) -> Forms:
+    """Of what a dispatch writes to."""
     experts, places = view.num_local_experts, view.nranks * bound
-    made = {}
+    forms: Forms = []
     for name, payload in view.type.all_payloads().items():
         dtype = getattr(torch, payload.dtype)
         shape: tuple[int, ...] = experts, places, payload.elements
         if name == SCALES:
             step = 16 // dtype.itemsize  # columns begin at multiples of 16 bytes
             shape = experts, payload.elements, -(-places // step) * step
-        made[name] = torch.empty(shape, dtype=dtype, device=device)
-    made["counts"] = torch.empty(experts, dtype=torch.int32, device=device)
-    made["source_counts"] = torch.empty(experts, view.nranks, dtype=torch.int32, device=device)
-    return made
+        forms.append((name, shape, dtype))
+    return [*forms, ("counts", (experts,), torch.int32)]

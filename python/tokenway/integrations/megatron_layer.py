@@ -87,13 +87,17 @@ class Dispatcher(MoETokenDispatcher):
         self._exchange: ByExpert | None = None  # until the first call, which knows the device
         self._shape: torch.Size | None = None
         self._ids: Tensor | None = None
+        self._order: Tensor | None = None  # [E] int32: E down to 1
         self.routed: Any = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[S, B, H], [T, E] bool, [T, E] -> tokens [T, H], probs [T, K]. Local."""
         self._shape = hidden_states.shape
-        chosen = routing_map.int().topk(self.config.moe_router_topk, dim=1).indices.sort(dim=1).values
-        self._ids = torch.where(routing_map.gather(1, chosen), chosen, -1)
+        if self._order is None or len(self._order) != routing_map.shape[1]:
+            self._order = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.int32, device=routing_map.device)
+        # The first expert has the largest number, and what was not chosen 0, so that experts come in their order.
+        found, chosen = (routing_map * self._order).topk(self.config.moe_router_topk, dim=1)
+        self._ids = chosen.masked_fill(found == 0, -1)
         return hidden_states.reshape(-1, self._shape[-1]), probs.gather(1, chosen)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +112,8 @@ class Dispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [R, H] by expert, how many each has, [L] int64 on the host, and their probabilities [R]."""
-        counts = self.routed.offsets.diff().long().cpu()
-        used = int(counts.sum())
+        counts = torch.from_numpy(self.routed.handle.expert_rows).long()  # the host has waited for them before
+        used = ByExpert.used(self.routed)
         return hidden_states[:used], counts, probs[:used]
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ def exchange_counts(handle: Handle[Group], layout: str) -> None:
     """Before a dispatch: where its counts are not known, or its rows need a place of their own."""
     group = handle.group
     lease = leases(group, layout)
-    if lease or handle.rows_of(layout) is None:
+    if lease or not handle.counted or handle.rows_of(layout) is None:  # the last asks C, which takes longer to say no
         group.exchange_counts(handle, lease="zeros" if lease and not capturing(group) else False)
     group.size_outputs(handle)
 

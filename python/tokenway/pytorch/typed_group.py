@@ -31,6 +31,9 @@ class TypedGroup(Calls, _native.Shared):
         self.hidden, self.dtype = shape.hidden, shape.dtype
         self.combine_hidden, self.combine_dtype = shape.combine_hidden, shape.combine_dtype
         self._settings: tuple[Settings, Settings] | None = None  # the group's, and these rows'
+        # What stays as it is, and is asked for in each call: `__getattr__` takes ten times as long.
+        self.native, self.rank, self.nranks = group.native, group.rank, group.nranks
+        self.top_k, self.num_local_experts = group.top_k, group.num_local_experts
 
     def __getattr__(self, name: str) -> Any:
         if name == "group":  # of one whose making has failed

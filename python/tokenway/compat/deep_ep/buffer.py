@@ -69,6 +69,14 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
+        self._found: dict[torch.device, tuple[ranks.Ranks, groups.Peers]] = {}
+
+    def _ranks(self, device: torch.device) -> tuple[ranks.Ranks, groups.Peers]:
+        """`ranks.of`, which is the same as long as the process group lives, and that this object holds."""
+        found = self._found.get(device)
+        if found is None:
+            found = self._found[device] = ranks.of(self.group, device)
+        return found
 
     def destroy(self) -> None:
         """Collective: closes the groups of all Buffers of this process group, with the handles of their dispatches.
@@ -132,10 +140,11 @@ class Buffer:
         if num_experts % size or topk_idx.dim() != 2:
             told = f"is {num_experts}; it must be a multiple of the {size} ranks, and topk_idx [T, K]"
             raise tw.InvalidArgument.of("num_experts", told)
-        here, _ = ranks.of(self.group, topk_idx.device)
+        here, _ = self._ranks(topk_idx.device)
         with here.streams.call(previous_event, async_finish, (topk_idx,)) as call:
             chosen = topk_idx.new_zeros(len(topk_idx), num_experts + 1, dtype=torch.int32)
-            places = torch.where((topk_idx < 0) | (topk_idx >= num_experts), num_experts, topk_idx).long()
+            # What is no expert goes behind them: -1 by the remainder.
+            places = topk_idx.long().clamp(-1, num_experts).remainder_(num_experts + 1)
             chosen = chosen.scatter_(1, places, 1)[:, :num_experts]
             per_expert = chosen.sum(0, dtype=torch.int32)
             in_rank = chosen.view(len(chosen), size, num_experts // size).any(2)
@@ -174,7 +183,7 @@ class Buffer:
         A step of all ranks. Errors: InvalidArgument, of which peers get PeerRefused; the next call is as ever."""
         rows = Rows.of(x)
         sms = (config or self.get_dispatch_config(self.group_size)).num_sms
-        here, peers = ranks.of(self.group, rows.values.device)
+        here, peers = self._ranks(rows.values.device)
         inputs = rows.values, rows.scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
         with here.streams.call(previous_event, async_finish, inputs) as call:
             if handle is not None:
@@ -226,7 +235,7 @@ class Buffer:
         topk_weights: on all ranks or on none. Errors: as `dispatch`, but that on a CUDA device no host waits here."""
         routing = routing_of(handle)
         sms = (config or self.get_combine_config(self.group_size)).num_sms
-        here, _ = ranks.of(self.group, x.device)
+        here, _ = self._ranks(x.device)
         inputs = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,))
         with here.streams.call(previous_event, async_finish, inputs) as call:
             out, weights = routing.exchange.gather(routing, x, topk_weights, bias, sms)
@@ -272,7 +281,7 @@ class Buffer:
         With return_recv_hook the call runs on the current stream, and so does what the hook does, from whatever stream
         it is called, which waits for that then; two calls may be under way. A step of all ranks. Errors: as
         `dispatch`, but that on a CUDA device no host waits here: those of a device are told by `check` alone."""
-        here, peers = ranks.of(self.group, x.device)
+        here, peers = self._ranks(x.device)
         exchange = here.low_latency(peers, num_experts, topk_idx.shape[-1])
         with telling(partial(exchange.refuse, num_max_dispatch_tokens_per_rank)):
             _leave_out(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
@@ -280,7 +289,7 @@ class Buffer:
         with here.streams.call(None, async_finish and not return_recv_hook, inputs) as call:
             settings = use_fp8, round_scale, use_ue8m0, return_recv_hook
             sent, rows, scales, receive = exchange.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, *settings)
-            call.gives(rows, scales, sent.counts, sent.source, sent.by_source)
+            call.gives(rows, scales, sent.counts, sent.told)
             receive = Once(receive, partial(_count, sent, cumulative_local_expert_recv_stats))
             if not return_recv_hook:
                 receive()
@@ -314,7 +323,7 @@ class Buffer:
         sent = sent_of(handle)
         if zero_copy and sent.buffer is not None:
             x = sent.buffer
-        here, _ = ranks.of(self.group, x.device)
+        here, _ = self._ranks(x.device)
         with here.streams.call(None, async_finish and not return_recv_hook, (x, topk_weights, out)) as call:
             combined, receive = sent.exchange.combine(sent, x, topk_weights, out, return_recv_hook)
             call.gives(combined)

@@ -105,39 +105,44 @@ class Streams:
 
     def call(
         self, previous: Any, asynchronous: bool, inputs: Iterable[Any] = ()
-    ) -> AbstractContextManager[Call | CallOnCpu]:
+    ) -> AbstractContextManager[Call | CallHere]:
         """Around a call: what runs in it runs on the stream of calls if it is asynchronous, else on the current one,
         after the event `previous`, or without one after all that the current stream holds. inputs: what an
         asynchronous call reads."""
         if self.device.type == "cpu":
-            return CallOnCpu(asynchronous)
-        return Call(self, handle_of(previous), asynchronous, inputs)
+            return CallHere(None, EventHandle() if asynchronous else None)
+        previous = handle_of(previous)
+        if not asynchronous and previous is None and self.last is not None:
+            current = torch.cuda.current_stream(self.device)
+            if current == self.last:  # behind the call before as it is: a guard would take longer than that call
+                return CallHere(current, None)
+        return Call(self, previous, asynchronous, inputs)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Runs what is in it on the stream of a call that was made before (`Call.stream`), for which the current one
         waits then."""
-        if stream is None:
+        current = None if stream is None else torch.cuda.current_stream(self.device)
+        if current == stream:
             yield
             return
-        current = torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.stream(stream):
                 yield
         finally:
-            if current != stream and _capturing(current) == _capturing(stream):
+            if _capturing(current) == _capturing(stream):
                 current.wait_stream(stream)
 
 
-class CallOnCpu:
-    """One that is done when it returns."""
+class CallHere:
+    """One that needs nothing: on the CPU, where it is done when it returns, or on the stream that the caller is on and
+    the last call was. stream, event: as `Call` has them."""
 
-    stream = None  # as `Call` has one
+    def __init__(self, stream: Any, event: EventHandle | None):
+        self.stream = stream
+        self.event = EventOverlap(event)
 
-    def __init__(self, asynchronous: bool):
-        self.event = EventOverlap(EventHandle() if asynchronous else None)
-
-    def __enter__(self) -> CallOnCpu:
+    def __enter__(self) -> CallHere:
         return self
 
     def __exit__(self, *_: object) -> None:

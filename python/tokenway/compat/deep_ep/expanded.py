@@ -77,7 +77,7 @@ class Expanded(Exchange):
             if bound < 1:
                 told = "is 0; it must be at least 1, here or in the constructor, alike on all ranks"
                 raise tw.InvalidArgument.of("num_max_tokens_per_rank", told)
-            kind = rows.kind()
+            kind = rows.kind
         view = self.view(kind, bound)
         group = view.group
         with gradients.telling(partial(self.refuse, plan, view)):
@@ -126,7 +126,7 @@ class Expanded(Exchange):
         columns = columns and rows.scales is not None
         direct = columns and plan.expand and plan.rows == plan.size
         with gradients.telling(lambda: refuse_dispatch(view, handle, plan.layout)):
-            view = self.view(rows.kind())
+            view = self.view(rows.kind)
             if len(rows.values) != handle.tokens:
                 told = f"has {len(rows.values)} rows; it must have {handle.tokens}, as when it was routed"
                 raise tw.InvalidArgument.of("x", told)
@@ -155,7 +155,7 @@ class Expanded(Exchange):
         """(what a caller gets, what a dispatch writes to): the second are the first rows of it."""
         device, count, group = rows.values.device, plan.size, self.group
         whole = {"tokens": rows.values.new_empty(count, rows.values.shape[1])}
-        for name, elements, dtype in rows.kind()[2]:
+        for name, elements, dtype in rows.kind[2]:
             if not (name == SCALES and columns):
                 whole[name] = torch.empty(count, elements, dtype=dtype, device=device)
         if first:
@@ -169,7 +169,7 @@ class Expanded(Exchange):
             used["counts"] = torch.empty(counts, dtype=torch.int32, device=device)
         if first and plan.expand:
             used["origins"] = torch.empty(plan.rows, dtype=torch.int64, device=device)
-        for name, elements, dtype in rows.kind()[2]:
+        for name, elements, dtype in rows.kind[2]:
             if name == SCALES and columns:
                 places = plan.rows + -plan.rows % (16 // dtype.itemsize)
                 whole[name] = used[name] = torch.empty(elements, places, dtype=dtype, device=device)

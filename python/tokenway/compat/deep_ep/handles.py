@@ -56,7 +56,7 @@ class LowLatencyHandle:
         place = range(5)[place]
         if place > 1:
             return self._rest[place - 2]
-        return self.sent.source if place == 0 else self.sent.ranges()
+        return self.sent.source() if place == 0 else self.sent.ranges()
 
     def __iter__(self) -> Iterator[Any]:
         return (self[place] for place in range(5))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ SCALES = "scales"  # the payload beside a row's values
 Kind = tuple[int, torch.dtype, tuple[tuple[str, int, torch.dtype], ...]]  # H, dtype, and what is beside: name, C, dtype
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rows:
     """Rows that are sent: values [T, H], and scales [T, S] of any dtype beside them, or [T]; and further tensors [T, C]
     that travel with them."""
 
@@ -46,6 +48,7 @@ class Rows(NamedTuple):
                 told = f"has {len(given)} rows; it must have {len(self.values)}, as x"
                 raise tw.InvalidArgument.of(name, told)
 
+    @cached_property
     def kind(self) -> Kind:
         """What a row consists of. Errors: those of `check`."""
         self.check()
@@ -140,7 +143,7 @@ class Normal(Exchange):
             handle, problem = None, None
             try:
                 with gradients.telling(self._refuse_routing):
-                    view = self.view(rows.kind())
+                    view = self.view(rows.kind)
                     ids, tokens = choices(), len(rows.values)
                     check_choices(ids, weights, tokens, self.top_k)
                     if tokens > view.max_tokens:
@@ -189,7 +192,7 @@ class Normal(Exchange):
                 rank = next(rank for rank, (_, failed) in enumerate(told) if failed)
                 raise tw.PeerRefused(f"rank {rank} refused its arguments of dispatch") from None
             raise problem
-        self.view(rows.kind(), max(count for count, _ in told))
+        self.view(rows.kind, max(count for count, _ in told))
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -201,7 +204,7 @@ class Normal(Exchange):
         A step of all ranks. On a CUDA device nothing waits. Errors: as `Group.dispatch`."""
         handle, view = routing.handle, routing.handle.group
         with gradients.telling(lambda: refuse_dispatch(view, handle)):
-            view = self.view(rows.kind())
+            view = self.view(rows.kind)
             if len(rows.values) != handle.tokens:
                 told = f"has {len(rows.values)} rows; it must have {handle.tokens}, as when it was routed"
                 raise tw.InvalidArgument.of("x", told)
@@ -220,13 +223,14 @@ class Normal(Exchange):
         """(what a caller gets, what a dispatch writes to): the second are the first rows of it."""
         device, count = rows.values.device, max(routing.limit, routing.rows)
         whole = {"tokens": rows.values.new_empty(count, rows.values.shape[1])}
-        for name, elements, dtype in rows.kind()[2]:
+        for name, elements, dtype in rows.kind[2]:
             whole[name] = torch.empty(count, elements, dtype=dtype, device=device)
         if first:
             make = torch.empty if count == routing.rows else partial(torch.full, fill_value=-1)
             whole["ids"] = make((count, self.top_k), dtype=torch.int64, device=device)
             whole["weights"] = torch.empty(count, self.top_k, dtype=torch.float32, device=device)
-        used = {name: tensor[: routing.rows] for name, tensor in whole.items()}
+        all_come = count == routing.rows
+        used = dict(whole) if all_come else {name: tensor[: routing.rows] for name, tensor in whole.items()}
         if first:
             used["counts"] = torch.empty(self.group.nranks, dtype=torch.int32, device=device)
         return whole, used
@@ -297,7 +301,7 @@ def _used(name: str, rows: Tensor, routing: Routing, row: tuple[int, ...], dtype
     if tuple(rows.shape) != wanted or rows.dtype != dtype:
         told = f"is {str(rows.dtype)[6:]} {list(rows.shape)}; it must be {str(dtype)[6:]} {list(wanted)}, as received"
         raise tw.InvalidArgument.of(name, told)
-    return rows[: routing.rows].contiguous()
+    return (rows if len(rows) == routing.rows else rows[: routing.rows]).contiguous()
 
 
 def refuse_dispatch(view: TypedGroup, handle: Any, layout: str = "flat") -> None:
