@@ -3,8 +3,8 @@ where C cannot see what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -41,16 +41,27 @@ class Preparation:
         return True
 
 
-@contextmanager
-def telling(refuse: Callable[[], object]) -> Iterator[None]:
+class Telling:
+    """What `telling` returns: a class, as a generator would take as long as what it is put around."""
+
+    __slots__ = ("_refuse",)
+
+    def __init__(self, refuse: Callable[[], object]):
+        self._refuse = refuse
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with suppress(Exception):  # the exception under way is the one to tell
+                self._refuse()
+
+
+def telling(refuse: Callable[[], object]) -> Telling:
     """Around what can fail before a step that the peers are in already, where that step is another function's: what is
     raised is told to them by `refuse`, at once."""
-    try:
-        yield
-    except Exception:
-        with suppress(Exception):  # the exception under way is the one to tell
-            refuse()
-        raise
+    return Telling(refuse)
 
 
 def cause_of(place: Any, given: Iterable[Any]) -> Exception | None:

@@ -220,8 +220,11 @@ class Cuda:
 
     def capturing(self) -> bool:
         """Whether this device's current stream is being captured into a graph."""
-        with self.torch.cuda.device(self.index):
-            return self.torch.cuda.is_current_stream_capturing()
+        cuda = self.torch.cuda
+        if cuda.current_device() == self.index:  # nearly always: making it so takes longer than the question
+            return bool(cuda.is_current_stream_capturing())
+        with cuda.device(self.index):
+            return bool(cuda.is_current_stream_capturing())
 
 
 def _raw_stream_getter(torch: Any) -> Callable[[int], int]:
