@@ -221,10 +221,10 @@ class Cuda:
     def capturing(self) -> bool:
         """Whether this device's current stream is being captured into a graph."""
         cuda = self.torch.cuda
-        if cuda.current_device() == self.index:  # a guard would take most of the time
-            return cuda.is_current_stream_capturing()
+        if cuda.current_device() == self.index:  # nearly always: making it so takes longer than the question
+            return bool(cuda.is_current_stream_capturing())
         with cuda.device(self.index):
-            return cuda.is_current_stream_capturing()
+            return bool(cuda.is_current_stream_capturing())
 
 
 def _raw_stream_getter(torch: Any) -> Callable[[int], int]:

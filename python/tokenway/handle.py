@@ -16,6 +16,8 @@ from tokenway.native_group import NativeGroup
 from tokenway.received import Received as Received
 from tokenway.received import Tensor as Tensor
 
+_MOST_VIEWS = 256  # that a handle keeps
+
 Result = TypeVar("Result")
 Owner = TypeVar("Owner")  # Group, in a module above this one
 
@@ -312,6 +314,8 @@ class Handle(Generic[Owner]):
                 if self._shared is None:
                     self._shared = place.shared(memory)
                 memory = self._shared
+            if len(self._views) >= _MOST_VIEWS:  # of one that is updated for batches of many sizes
+                self._views.clear()
             found = self._views[key] = place.block_view(memory, pointer - self._base, shape, name, torch)
         return found
 

@@ -43,6 +43,7 @@ class Shown(NamedTuple):
     fields: dict[str, Tensor]  # views of the window
     late: dict[str, tuple[int, tuple[int, ...], str]]  # as Received has it
     views: tuple[Tensor, ...]  # of the fields, PyTorch's views of a bank
+    merged: dict[str, Tensor]  # what `Received.merged` has made of the fields
 
 
 class Outputs:
@@ -161,17 +162,18 @@ class Outputs:
         shape = self._shape
         lead = shape.lead(layout, b, structs.rows_shown() if shape.layouts[layout].exact else 0)
         if given or handle._landing is not None:
-            fields, late, views = self._fields(structs, handle, layout, lead, given, torch)
+            shown = self._fields(structs, handle, layout, lead, given, torch)
             leased = len(handle._landed) == len(shape.payloads)
             handle._landing = None
         else:
-            fields, late, views = self._all_shown(structs, handle, layout, lead, torch)
+            shown = self._all_shown(structs, handle, layout, lead, torch)
             leased = False
-        if views:
-            self._native.torch_views.show(views)
+        fields = shown.fields
+        if shown.views:
+            self._native.torch_views.show(shown.views)
         extra = {name: fields[name] for name in shape.extra_names} if shape.extra_names else {}
         named = "grouped" if layout == BY_BOUND else layout
-        return Received(handle, named, extra, fields, late, torch, leased, lists)
+        return Received(handle, named, extra, fields, shown.late, shown.merged, torch, leased, lists)
 
     def _all_shown(
         self, structs: Structs, handle: Handle[Any], layout: str, lead: tuple[int, ...], torch: bool
@@ -214,7 +216,7 @@ class Outputs:
                     views.append(fields[name])
             else:
                 late[name] = pointer, *known[name]
-        return Shown(fields, late, tuple(views))
+        return Shown(fields, late, tuple(views), {})
 
     def _rows(self, handle: Handle[Any], name: str, pointer: int, field: Field, torch: bool) -> tuple[Tensor, bool]:
         """Rows where they have come to: in a lease, which the tensor then owns, or (True) in a bank of the window."""

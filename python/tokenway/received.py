@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,19 @@ class Received:
     which no allocator takes back. The next step on the lane must be ordered after whatever reads them.
     """
 
-    __slots__ = ("_fields", "_late", "_lists", "_made", "_torch", "handle", "layout", "leased", "payloads", "tokens")
+    __slots__ = (
+        "_fields",
+        "_late",
+        "_lists",
+        "_made",
+        "_merged",
+        "_torch",
+        "handle",
+        "layout",
+        "leased",
+        "payloads",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -86,6 +100,7 @@ class Received:
         payloads: dict[str, Tensor],
         fields: dict[str, Tensor],
         late: dict[str, tuple[int, tuple[int, ...], str]],
+        merged: dict[str, Tensor],
         torch: bool,
         leased: bool = False,
         lists: dict[str, Tensor] | None = None,
@@ -99,6 +114,7 @@ class Received:
         # they are asked for, as making one takes a microsecond.
         self._fields = fields
         self._late = late
+        self._merged = merged  # of the fields, kept beside them
         self._lists = lists
         self._made: dict[str, Tensor] | None = None
         self._torch = torch
@@ -111,6 +127,24 @@ class Received:
         if name not in self._made:
             self._made[name] = self.handle.view(*self._late[name], self._torch)
         return self._made[name]
+
+    def merged(self, name: str) -> Tensor:
+        """Of rank_major "tokens", a payload, "ids" or "weights", with the two dimensions before a row's as one: [N * b,
+        ...]. In flat, which has one, the field itself. A view, made once where the field is."""
+        late = self._late.get(name)
+        if self.layout != "rank_major":
+            return self._fields[name] if late is None else self._field(name)
+        if late is not None:
+            pointer, (sources, slots, *row), dtype = late
+            return self.handle.view(pointer, (sources * slots, *row), dtype, self._torch)
+        found = self._merged.get(name)
+        if found is None or (self._torch and found.requires_grad):  # as `Handle.view` has it
+            whole = self._fields[name]
+            shape = (whole.shape[0] * whole.shape[1], *whole.shape[2:])
+            # As all views that are kept: one of inference_mode could not be trained with later.
+            with sys.modules["torch"].inference_mode(False) if self._torch else nullcontext():
+                found = self._merged[name] = whole.reshape(shape)
+        return found
 
     @property
     def ids(self) -> Tensor:

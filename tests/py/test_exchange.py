@@ -15,6 +15,8 @@ import pytest
 from cases import FLOATS, Case, Round, Setup, fewer_ranks, one, verify_case
 from marks import heavy_but
 
+import tokenway as tw
+
 LAYOUTS = ("rank_major", "expert_major", "grouped_by_bound")
 
 
@@ -122,6 +124,29 @@ def test_received_ids(world, id_space, id_dtype, invalid_id) -> None:
     other = "int64" if id_dtype == "int32" else "int32"
     rounds = both(Round((6, 0, 8), ids=other)) + both(Round((6, 8, 8), ids=id_dtype, routing="holes"))
     check(world, one(setup, *rounds))
+
+
+def merged(env, tokens) -> None:
+    rows = np.arange(tokens * 8, dtype=np.float32).reshape(tokens, 8) + 100 * env.comm.rank
+    ids = np.full((tokens, 2), [0, 1], np.int32)
+    settings = {"experts": 4, "top_k": 2, "hidden": 8, "max_tokens": 8, "dtype": "float32"}
+    with tw.Group(env.comm, **settings, payloads={"p": (3, "int32")}) as group:
+        for _ in range(3):  # in both banks, and in the first again
+            handle = group.route(env.backend.tensor(ids))
+            sent = {"p": env.backend.tensor(np.full((tokens, 3), tokens, np.int32))}
+            got = group.dispatch(handle, env.backend.tensor(rows), sent, bound=5)
+            whole = {"tokens": got.tokens, "p": got.payloads["p"], "ids": got.ids, "weights": got.weights}
+            for name, field in whole.items():
+                shown = got.merged(name)
+                assert tuple(shown.shape) == (2 * 5, *field.shape[2:])
+                assert np.array_equal(env.backend.array(shown), env.backend.array(field).reshape(shown.shape))
+                shown[6] = 1  # of the field's own memory
+                assert (env.backend.array(field)[1, 1] == 1).all()
+            group.combine(handle, got.merged("tokens"))
+
+
+def test_fields_without_the_dimension_of_sources(world) -> None:
+    world(2).run(merged, 3)
 
 
 PAYLOADS = {

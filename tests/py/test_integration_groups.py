@@ -100,6 +100,58 @@ def test_one_group_for_all_rows(tmp_path) -> None:
         assert ended
 
 
+def kept_handles(store: str) -> Any:
+    """Routings of many sizes, by handles that are kept and by new ones; and which handles those were."""
+    import torch
+    import torch.distributed as dist
+
+    from tokenway.integrations import groups
+
+    rank = join(store)
+    shared, used, right = shared_of(), [], []
+
+    def step(tokens: int, room: int, kind: str = "float32") -> Any:
+        view = shared.with_room(tw.RowType(8, kind), room)
+        rng = torch.Generator().manual_seed(10 * tokens + rank)
+        ids = torch.rand(tokens, EXPERTS, generator=rng).topk(TOP_K).indices
+        x, weights = torch.rand(tokens, 8, generator=rng).to(getattr(torch, kind)), torch.rand(tokens, TOP_K)
+        found = []
+        for make in (shared.route, lambda view, *routing: view.route(*routing)):
+            handle, largest = make(view, ids, weights), view.max_tokens
+            came = view.dispatch(handle, x, layout="rank_major", bound=tokens)
+            shown = [came.merged(name) for name in ("ids", "weights")]
+            found.append([each.clone() for each in (*shown, view.combine(handle, came.merged("tokens").clone()))])
+            if make == shared.route:
+                used.append(handle)
+                shared.keep(handle, largest)
+        right.extend(torch.equal(*pair) for pair in zip(*found, strict=True))
+        return view
+
+    for tokens in (3, 5, 1):
+        view = step(tokens, 5)
+    wrong = caught(lambda: shared.route(view, torch.full((1, TOP_K), EXPERTS), None))
+    for kind, room in (("float32", 5), ("bfloat16", 5), ("float32", 5), ("float32", 300), ("float32", 300)):
+        step(4, room, kind)
+    last = weakref.ref(used[-1])
+    numbers = [next(i for i, other in enumerate(used) if other is each) for each in used]
+    used.clear()
+    held = last() is not None
+    groups.close()
+    gone = last() is None
+    dist.destroy_process_group()
+    return right, numbers, wrong, held, gone
+
+
+def test_handles_that_are_kept(tmp_path) -> None:
+    """A kept handle brings what a new one does. It serves rows of its type and groups of its size, after an error no
+    more, and ends with the group."""
+    for right, numbers, wrong, held, gone in tw.run(kept_handles, 2, str(tmp_path / "store"), timeout=HANGS):
+        assert right == [True] * 24
+        assert numbers == [0, 0, 0, 3, 4, 3, 6, 6]
+        said(wrong, "twInvalidArgument", r"ids\[0, 0\]")
+        assert held and gone
+
+
 def several(store: str) -> Any:
     import torch.distributed as dist
 
@@ -397,7 +449,7 @@ def test_a_close_that_raises(torch: Any, closed: bool) -> None:
             raise tw.CallMismatch("another rank creates a group")
 
     shared = object.__new__(SharedGroup)
-    shared._views, shared.group = {1: None}, Group()
+    shared._views, shared._spare, shared.group = {1: None}, [(None, 1)], Group()
     with pytest.raises(tw.CallMismatch):
         shared.close()
-    assert (shared.group is None) == closed == (not shared._views)
+    assert (shared.group is None) == closed == (not shared._views) == (not shared._spare)

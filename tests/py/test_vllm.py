@@ -34,6 +34,7 @@ from vllm_ranks import (
     ONE,
     OWN,
     apply,
+    asked_of_torch,
     begin,
     connect,
     given,
@@ -106,6 +107,8 @@ CASES: dict[str, dict[str, Any]] = {
     "batched, fp8 by blocks": BATCHED | {"quant": "fp8", "hidden": 256, "rows": (3, 2 * MOST, 256)},
     "batched, one scale made where they arrive": BATCHED | {"quant": "one scale"},
 }
+# In which nothing waits for the host.
+COUNTED = {name: CASES[name] for name in ("slots", "batched")}
 CLOSE = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}  # of the largest value
 
 
@@ -267,7 +270,7 @@ def run_plugin(folder: Path) -> dict[str, Any]:
 
 # name: (text of vllm_layers.py, what a later hand may make of it, the case whose test must fail)
 MUTATIONS = {
-    "a row off by one": ("        unused = ids < 0\n", "        unused, rows = ids < 0, rows.roll(1, 0)\n", "slots"),
+    "a row off by one": ("        meta = None\n", "        meta, rows = None, rows.roll(1, 0)\n", "slots"),
     "weights 2 % off": (
         "rows, scales, topk_ids, topk_weights, results",
         "rows, scales, topk_ids, topk_weights * 1.02, results",
@@ -286,8 +289,8 @@ MUTATIONS = {
         "slots, fp8 by blocks",
     ),
     "unused slots make the scale": (
-        "rows.masked_fill(unused.all(1, keepdim=True), 0)",
-        "rows + 1000 * unused.all(1, keepdim=True)",
+        "rows.masked_fill((ids < 0).all(1, keepdim=True), 0)",
+        "rows + 1000 * (ids < 0).all(1, keepdim=True)",
         "slots, one scale made where they arrive",
     ),
     "batched weights 2 % off": (
@@ -334,6 +337,8 @@ def rank_main(store: str) -> Any:
     for name, case in CASES.items():
         found[name] = attempt(run_case, case, config, rank)
     found["alias"] = attempt(run_alias, config, rank)
+    for name, case in COUNTED.items():
+        found[f"counted, {name}"] = attempt(asked_of_torch, case, config, rank)
     found["failing"] = attempt(run_failing, config, rank)
     for name, case in (("slots", SLOTS), ("as many as come", FLAT), ("batched", BATCHED)):
         found[f"micro-batches, {name}"] = attempt(run_micro_batches, case, config, rank)
@@ -374,6 +379,21 @@ def test_experts_that_write_to_the_output(ran) -> None:
     for found in ran:
         aliased, out, right = found["alias"]
         assert aliased and np.array_equal(out, right)
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_what_a_pair_asks_of_torch(ran, case) -> None:
+    """Each of these costs the host as much as a part of the exchange, and most of them a kernel: ids of nobody have one
+    of somebody's, and rows by expert come into new memory."""
+    ids = ["aten.remainder.Scalar", "aten.clamp.default"]  # on the first rank, on others
+    for rank, found in enumerate(ran):
+        asked = found[f"counted, {case}"]
+        assert isinstance(asked, dict), asked
+        if case == "slots":
+            assert asked == {ids[rank]: 1}
+        else:
+            assert sorted(asked) == ["aten.empty.memory_format", "aten.slice.Tensor", "aten.squeeze.dim"]
+            assert sum(asked.values()) <= 8
 
 
 @pytest.mark.parametrize("case", ["slots", "as many as come", "batched"])

@@ -9,8 +9,9 @@ import importlib.util
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import frameworks
@@ -306,6 +307,35 @@ def forward(
         expert_map,
         on_input,
     )
+
+
+def asked_of_torch(case: dict[str, Any], config: Any, rank: int) -> dict[str, int]:
+    """PyTorch's operations, views too, and how often a prepare with its finalize asks for each, behind two others."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    kernel, (rows, *routing) = kernel_of(case, config)[0], given(case, rank)
+    made = kernel.prepare_finalize
+    x = torch.from_numpy(rows).to(here(), getattr(torch, case["dtype"]))
+    ids, weights = (torch.from_numpy(each).to(here()) for each in routing)
+    ids, weights, out = ids.to(made.topk_indices_dtype()), weights.float(), torch.empty_like(x)
+    reduce, answers = kernel.fused_experts.finalize_weight_and_reduce_impl(), None
+    for counting in (nullcontext(), nullcontext(), Counting()):
+        with in_step(case, config, rank):
+            with counting:
+                came, *_, ids_here, weights_here = made.prepare(x, weights, ids, EXPERTS, None, False, quant_of(None))
+            answers = torch.ones_like(came) if answers is None else answers
+            chosen = (weights, ids) if ids_here is None else (weights_here, ids_here)
+            with counting:
+                made.finalize(out, answers, *chosen, False, reduce)
+    return dict(counts)
 
 
 def in_step(case: dict[str, Any], config: Any, rank: int) -> ExitStack:

@@ -34,11 +34,13 @@ import tokenway as tw
 from tokenway import meeting
 from tokenway.errors import InUse
 from tokenway.party import party_of
+from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 # Tokens that a group has room for from the start. Of the mode "auto" the largest bound of low latency stays what it is
 # when the group grows, so a first call of a few tokens must not make it that few.
 FEW = 256
+_SPARE = 8  # handles that are kept: of two kinds of rows, on two streams, of two micro-batches
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class SharedGroup:
         self._views: dict[Any, TypedGroup] = {}  # by what rows consist of
         self._plain: dict[tuple[int, torch.dtype], TypedGroup] = {}  # of those, by hidden and dtype
         self.group: tw.Group | None = None  # None until it is needed
+        self._spare: list[tuple[Any, int]] = []  # handles whose calls are over, and the room that they have
 
     @property
     def steps(self) -> int:
@@ -123,6 +126,30 @@ class SharedGroup:
             view = self._plain[key] = self.with_room(tw.RowType(hidden, dtype), max_tokens)
         return view
 
+    def route(self, view: TypedGroup, ids: Any, weights: Any = None) -> Any:
+        """As `TypedGroup.route` of one of the group's views; into a handle that was kept, where there is one: making it
+        takes longer than its dispatch, and what its dispatches show has been looked at before."""
+        spare = self._spare
+        if not spare or gradients.capturing(view.group):  # a graph's handle is its own
+            return view.route(ids, weights)
+        stream, room = view.group.native.place.stream(), view.max_tokens
+        for i in range(len(spare) - 1, -1, -1):
+            handle, known = spare[i]
+            # Of another stream: its last call may still run.
+            if handle.group is view and known == room and handle.stream == stream:
+                del spare[i]
+                handle.update(ids, weights)
+                return handle
+        return view.route(ids, weights)
+
+    def keep(self, handle: Any, room: int) -> None:
+        """For `route`: a handle that was combined, and that nobody will use again; what its dispatch has shown ends
+        with the next one. room: `max_tokens` of its view when it was routed. Does nothing in a capture."""
+        view = handle.group
+        if view.group is self.group and not gradients.capturing(view.group):
+            self._spare.append((handle, room))
+            del self._spare[:-_SPARE]
+
     def close(self) -> None:
         """Collective: closes the group, which is made anew if it is needed again."""
         try:
@@ -133,6 +160,7 @@ class SharedGroup:
                 self.group = None
                 self._views.clear()
                 self._plain.clear()
+                self._spare.clear()
 
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""

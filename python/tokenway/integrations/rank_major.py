@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,12 +47,10 @@ class RankMajor:
             with self.telling(tokens):
                 raise tw.InvalidUsage(_TWICE)
 
-    @contextmanager
-    def telling(self, bound: Any = None) -> Iterator[None]:
+    def telling(self, bound: Any = None) -> AbstractContextManager[None]:
         """Around what precedes a dispatch: where it raises, peers are told at once. A combine that is missing is
         refused first, as they may wait in that one. bound: of the dispatch."""
-        with gradients.telling(lambda: self._refuse(bound)):
-            yield
+        return gradients.telling(lambda: self._refuse(bound))
 
     def _refuse(self, bound: Any) -> None:
         # Both: a call of dispatch is a step of all ranks, so that whoever left the combine out is in step again.

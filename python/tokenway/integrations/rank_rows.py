@@ -19,53 +19,59 @@ SUMMED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that rows may 
 
 
 class Arriving:
-    """A dispatch: rows that are on their way, and what their combine needs.
+    """A dispatch: rows that are on their way, or have come, and what their combine needs.
 
     experts: how many rows each expert of this rank gets, on the host; None in slots, where nothing waits for it."""
 
-    def __init__(self, view: TypedGroup, handle: Any, pending: Any, experts: list[int] | None):
-        self.view, self.experts = view, experts
-        self._handle, self._pending = handle, pending
+    def __init__(self, shared: SharedGroup, view: TypedGroup, handle: Any):
+        self.view = view
+        self.experts: list[int] | None = None
+        self.sent: Any = None  # what the dispatch has returned: Pending or Received
+        self._shared, self._handle = shared, handle
+        self._room = view.max_tokens  # as `SharedGroup.keep` takes it
 
     def receive(self) -> None:
-        """Waits for the rows; does nothing the second time. Errors: those of `Group.dispatch`."""
-        complete(self._pending, self._handle)
+        """Waits for the rows; does nothing once they have come. Errors: those of `Group.dispatch`."""
+        if isinstance(self.sent, tw.Pending):
+            complete(self.sent, self._handle)
+            self.sent = self.sent.result()
 
     def rows(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """(values [R, C], scales [R, S] or None, ids [R, K], -1 where there is none, weights [R, K] float32): views of
-        the window, until the combine; in slots R is N * b."""
+        the window and of the handle, until the combine; in slots R is N * b."""
         self.receive()
-        came = self._pending.result()
-        scales = came.payloads.get(SCALES)
-        top_k = self.view.top_k
-        return (
-            came.tokens.flatten(0, -2),
-            None if scales is None else scales.flatten(0, -2),
-            came.ids.view(-1, top_k),
-            came.weights.view(-1, top_k),
-        )
+        came = self.sent
+        scales = came.merged(SCALES) if SCALES in came.payloads else None
+        return came.merged("tokens"), scales, came.merged("ids"), came.merged("weights")
 
-    def send(self, results: Tensor, out: Tensor, sm_limit: int = 0) -> Callable[[], None]:
+    def combine(self, results: Tensor, out: Tensor, send_only: bool, sm_limit: int = 0) -> Callable[[], None]:
         """Returns rows [R, H], weighted and summed over the experts of this rank, which are summed over ranks where
-        they came from: out [T, H], of their dtype. Returns what receives them. A step of all ranks. Errors: as
-        `Group.combine`."""
+        they came from: out [T, H], of their dtype. Returns what receives them: done already, unless send_only. A step
+        of all ranks. Errors: as `Group.combine`."""
         handle, view = self._handle, self.view
-        if not results.numel():  # vLLM gives it the shape of what was sent, packed or not
-            results = out.new_empty(0, out.shape[-1])
         with gradients.telling(self.refuse):
+            if not results.numel():  # vLLM gives it the shape of what was sent, packed or not
+                results = out.new_empty(0, out.shape[-1])
             if results.dtype != out.dtype or results.shape[-1] != out.shape[-1]:
                 told = f"is {str(results.dtype)[6:]} {list(results.shape)}"
                 wanted = f"{str(out.dtype)[6:]} [R, {out.shape[-1]}]"
                 raise tw.InvalidArgument.of("fused_expert_output", f"{told}; it must be {wanted}")
-            rows = results.flatten(0, -2).contiguous()
-            if rows.numel() and rows.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            rows = (results if results.dim() == 2 else results.flatten(0, -2)).contiguous()
+            if _overlap(rows, out):
                 rows = rows.clone()  # which experts may share with the output, and a combine in parts may not
         try:
-            pending = view.combine(handle, rows, dtype=out.dtype, out=out, send_only=True, sm_limit=sm_limit)
+            pending = view.combine(handle, rows, dtype=out.dtype, out=out, send_only=send_only, sm_limit=sm_limit)
         except Exception:
             give_back(handle)
             raise
-        return partial(complete, pending, handle)
+        if send_only:
+            return partial(self._complete, pending)
+        self._shared.keep(handle, self._room)
+        return _nothing
+
+    def _complete(self, pending: Any) -> None:
+        complete(pending, self._handle)
+        self._shared.keep(self._handle, self._room)
 
     def refuse(self) -> None:
         """Tells peers, who wait in the combine, that this rank makes none."""
@@ -96,49 +102,50 @@ class RankRows:
         results: tuple[torch.dtype, int],
         bound: int | None,
         room: int,
+        send_only: bool,
         sm_limit: int = 0,
     ) -> Arriving:
         """Sends rows [T, C] of any dtype, with scales [T, S] of any dtype beside them. ids: [T, K] int32 or int64, -1
         for none; weights: [T, K] of any floating dtype. results: dtype and H of what experts return. bound: the largest
         T of all ranks, where all know it, else None. room: no rank has more tokens, alike on all; the group is made,
-        and grows, for so many, which is collective.
+        and grows, for so many, which is collective. send_only: rows are received by what is returned, else they
+        have come.
 
         A step of all ranks, or two. Errors: as `Group.route` and `Group.dispatch`, of which peers hear at once."""
         with gradients.telling(partial(self.refuse, bound)):
-            kind, key = _kind(rows, scales, results)
-        view = self._seen(kind, key, max(room, 1))
+            # What a row consists of; shapes without their first dimension, so that of two dimensions one is left.
+            key = rows.shape[1:], rows.dtype, None if scales is None else (scales.shape[1:], scales.dtype), results
+            view = self._views.get(key)
+            known = view is not None and view.group is self.shared.group and room <= view.max_tokens
+            kind = None if known else _kind(rows, scales, results)
+        if kind is not None:
+            view = self._views[key] = self.shared.with_room(kind, max(room, 1))
+        assert view is not None
+        self._last = view
         low = _is_low(view, bound)
         with gradients.telling(partial(_refuse, view, bound if low else None)):
             most = room if bound is None else bound
             if len(rows) > most:
                 raise tw.InvalidArgument.of("a1", f"has {len(rows)} rows; it must have at most {most}, as ranks know")
-            handle = view.route(ids, weights.float())
+            handle = self.shared.route(view, ids, weights.float())
+        arriving = Arriving(self.shared, view, handle)
         try:
-            experts = None
             if not low:
                 view.exchange_counts(handle, sm_limit=sm_limit)
-                experts = handle.expert_rows.tolist()
-            pending = view.dispatch(
+                arriving.experts = handle.expert_rows.tolist()
+            arriving.sent = view.dispatch(
                 handle,
                 rows,
                 None if scales is None else {SCALES: scales},
                 layout="rank_major" if low else "flat",
                 bound=bound if low else None,
-                send_only=True,
+                send_only=send_only,
                 sm_limit=sm_limit,
             )
         except Exception:
             give_back(handle)
             raise
-        return Arriving(view, handle, pending, experts)
-
-    def _seen(self, kind: tw.RowType, key: Any, room: int) -> TypedGroup:
-        """The group as such rows see it, with room for so many of a rank."""
-        view = self._views.get(key)
-        if view is None or view.group is not self.shared.group or room > view.max_tokens:
-            view = self._views[key] = self.shared.with_room(kind, room)
-        self._last = view
-        return view
+        return arriving
 
     def refuse(self, bound: int | None) -> None:
         """Tells peers, who are in a dispatch with that bound, that this rank cannot make the call; but not before there
@@ -147,23 +154,36 @@ class RankRows:
             _refuse(self._last, bound if _is_low(self._last, bound) else None)
 
 
+def _nothing() -> None:
+    pass
+
+
+def _overlap(rows: Tensor, out: Tensor) -> bool:
+    """Whether rows, which are contiguous, lie in memory that out spans."""
+    begin, start = rows.data_ptr(), out.data_ptr()
+    return (
+        start < begin + rows.numel() * rows.element_size()
+        and begin < start + (len(out) - 1) * out.stride(0) * out.element_size() + out.shape[-1] * out.element_size()
+    )
+
+
 def _is_low(view: TypedGroup, bound: int | None) -> bool:
     """Whether rows go in slots, which the bound alone decides."""
     return bound is not None and view.chooses(bound) == "low_latency"
 
 
-def _kind(rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int]) -> tuple[tw.RowType, Any]:
-    """What a row consists of, and a key of it. Errors: InvalidArgument, Unsupported."""
+def _kind(rows: Tensor, scales: Tensor | None, results: tuple[torch.dtype, int]) -> tw.RowType:
+    """What a row consists of. Errors: InvalidArgument, Unsupported."""
     for name, given in (("a1", rows), ("scales", scales)):
         if given is not None and given.dim() != 2:
             raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
-    beside = None if scales is None else (scales.shape[1], scales.dtype)
-    kind = tw.RowType(rows.shape[1], rows.dtype, None if beside is None else {SCALES: beside}, *results)
+    payloads = None if scales is None else {SCALES: (scales.shape[1], scales.dtype)}
+    kind = tw.RowType(rows.shape[1], rows.dtype, payloads, *results)
     kind.all_payloads()  # which refuses dtypes that no rows have
     if results[0] not in SUMMED:
         wanted = " or ".join(str(dtype)[6:] for dtype in SUMMED)
         raise tw.InvalidArgument.of("a1", f"is {str(results[0])[6:]}; it must be {wanted}, which can be summed")
-    return kind, (rows.shape[1], rows.dtype, beside, results)
+    return kind
 
 
 def _refuse(view: TypedGroup, bound: int | None) -> None:

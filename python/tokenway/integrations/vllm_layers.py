@@ -104,18 +104,26 @@ class _Tokenway(mk.FusedMoEPrepareAndFinalizeModular):
         return receiver()
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:
-        """`finalize_async`, and what it returns, called."""
-        hook, receiver = self.finalize_async(*args, **kwargs)
-        hook()
-        receiver()
+        """The same as `finalize_async` and what it returns, in one: a kernel of a GPU sends and receives."""
+        self._combine(*args, **kwargs, send_only=False)
+
+    def finalize_async(self, *args: Any, **kwargs: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+        """As `_combine` says, with vLLM's arguments. Sends, and returns (what waits for the sums, what does nothing):
+        vLLM has its shared experts compute before it waits."""
+        return self._combine(*args, **kwargs, send_only=True), _nothing
+
+    def _combine(self, *args: Any, send_only: bool, **kwargs: Any) -> Callable[[], None]:
+        raise NotImplementedError
 
     def _sent(
-        self, number: int, sent: Any, receive: Callable[[], None], refuse: Callable[[], None]
+        self, number: int, sent: Any, receive: Callable[[], None] | None, refuse: Callable[[], None]
     ) -> Callable[[], None]:
-        """Keeps a dispatch for its combine. receive: waits for it; refuse: tells peers that no combine comes. Returns
-        what waits for it, after which, if that fails, there is none to be made."""
+        """Keeps a dispatch for its combine. receive: waits for it, None: it has come; refuse: tells peers that no
+        combine comes. Returns what waits for it, after which, if that fails, there is none to be made."""
         self._under_way[number] = sent
         self._manager.open[number] = refuse
+        if receive is None:
+            return _nothing
 
         def hook() -> None:
             try:
@@ -204,29 +212,31 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
                 else:
                     later = quant_config
         room = manager.max_tokens if bound is None else bound
+        # Micro-batches alone do something before they receive: without them it is one kernel that sends and receives.
+        later_on = dbo_enabled()
         arriving = exchange.dispatch(
-            rows, scales, topk_ids, topk_weights, results, bound, room, sm_limit=manager.sm_limit
+            rows, scales, topk_ids, topk_weights, results, bound, room, later_on, sm_limit=manager.sm_limit
         )
-        hook = self._sent(number, arriving, arriving.receive, arriving.refuse)
+        hook = self._sent(number, arriving, arriving.receive if later_on else None, arriving.refuse)
         return hook, partial(self._received, arriving, num_experts, quant_config, later)
 
     def _received(self, arriving: Arriving, num_experts: int, quant_config: Any, later: Any) -> mk.PrepareResultType:
         rows, scales, ids, weights = arriving.rows()
-        unused = ids < 0
-        # vLLM's kernels want ids that are somebody's; expert_map makes nothing of those of another rank.
-        ids = ids.masked_fill(unused, num_experts - 1 if self._first == 0 else 0)
         if later is not None and len(rows):
             if arriving.experts is None:  # unused slots must not make the scale
-                rows = rows.masked_fill(unused.all(1, keepdim=True), 0)
+                rows = rows.masked_fill((ids < 0).all(1, keepdim=True), 0)
             rows, scales = _quantized(rows, later, swizzled=later.is_scale_swizzled)
         elif scales is not None and quant_config.quant_dtype == "nvfp4" and quant_config.is_scale_swizzled:
             scales = _interleaved(scales)
+        # vLLM's kernels want ids that are somebody's; expert_map makes nothing of those of another rank: of -1 the last
+        # expert on rank 0, on others the first, in one kernel each.
+        ids = ids.remainder(num_experts) if self._first == 0 else ids.clamp(min=0)
         meta = None
         if arriving.experts is not None:
             meta = mk.ExpertTokensMetadata.make_from_list(arriving.experts, device=rows.device)
         return rows, scales, meta, ids, weights
 
-    def finalize_async(
+    def _combine(
         self,
         output: Tensor,
         fused_expert_output: Tensor,
@@ -234,9 +244,12 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Returns fused_expert_output, [R, H] or still to be weighted and summed, to output [M, H]. Returns (what waits
-        for the sums, what does nothing). Sums over ranks are float32, ranks ascending. Errors: as `Group.combine`."""
+        *,
+        send_only: bool,
+    ) -> Callable[[], None]:
+        """Returns fused_expert_output, [R, H] or still to be weighted and summed, to output [M, H]. Sums over ranks are
+        float32, ranks ascending. Returns what waits for the sums: nothing, unless send_only. Errors: as
+        `Group.combine`."""
         arriving: Arriving = self._to_combine()
         with gradients.telling(arriving.refuse):
             if fused_expert_output.numel():
@@ -249,7 +262,7 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
                     topk_ids=topk_ids,
                     apply_router_weight_on_input=apply_router_weight_on_input,
                 )
-        return arriving.send(fused_expert_output, output, self._manager.sm_limit), _nothing
+        return arriving.combine(fused_expert_output, output, send_only, self._manager.sm_limit)
 
 
 class TokenwayCapturedPrepareAndFinalize(TokenwayStandardPrepareAndFinalize):
@@ -354,10 +367,12 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
             if self._places is not None:
                 places = self._places.to(topk_ids.dtype)[topk_ids.clamp(min=0)]
                 topk_ids = torch.where(topk_ids < 0, -1, places)
+        later_on = dbo_enabled()  # as of the class above
         sent, rows, scales, receive = exchange.dispatch(
-            a1, topk_ids, self._most, self._fp8, self._packed, self._packed, True, sm_limit=manager.sm_limit
+            a1, topk_ids, self._most, self._fp8, self._packed, self._packed, later_on, sm_limit=manager.sm_limit
         )
-        hook = self._sent(number, sent, receive, partial(gradients.refuse_combine, sent.handle, sent.view))
+        refuse = partial(gradients.refuse_combine, sent.handle, sent.view)
+        hook = self._sent(number, sent, receive if later_on else None, refuse)
         return hook, partial(self._received, sent, rows, scales, quant_config)
 
     def _received(self, sent: Sent, rows: Tensor, scales: Tensor | None, quant_config: Any) -> mk.PrepareResultType:
@@ -371,7 +386,7 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
             scales = utils.normalize_batched_scales_shape(scales, len(rows))
         return rows, scales, meta, None, None
 
-    def finalize_async(
+    def _combine(
         self,
         output: Tensor,
         fused_expert_output: Tensor,
@@ -379,9 +394,11 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        *,
+        send_only: bool,
+    ) -> Callable[[], None]:
         """Returns fused_expert_output [L, N * b, H] to output [M, H]: weighted, and summed over k ascending in float32.
-        Returns (what waits for the sums, what does nothing). Errors: as `LowLatency.combine`."""
+        Returns what waits for the sums: nothing, unless send_only. Errors: as `LowLatency.combine`."""
         sent: Sent = self._to_combine()
         with gradients.telling(partial(gradients.refuse_combine, sent.handle, sent.view)):
             if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
@@ -390,8 +407,8 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
             weights = topk_weights.float()
             weights = torch.ones_like(weights) if apply_router_weight_on_input else weights
         combine = sent.exchange.combine
-        _, receive = combine(sent, fused_expert_output, weights, output, True, sm_limit=self._manager.sm_limit)
-        return receive, _nothing
+        _, receive = combine(sent, fused_expert_output, weights, output, send_only, sm_limit=self._manager.sm_limit)
+        return receive
 
 
 def _nothing() -> None:
