@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from frameworks import here
+from frameworks import attempt, here
+from harness import said
 
 EXPERTS, TOP_K, HIDDEN, MOST = 6, 3, 32, 8
 LOCAL = EXPERTS // 2
@@ -84,3 +86,31 @@ def judge(case: Case, ranks: list[dict[str, Any]], bound: int, invalid: int, wei
         whole = rows if case.dtype != "uint8" else np.repeat(rows[:, ::2].astype(np.uint8), 2, axis=1)
         factor = np.where(ids >= 0, given * (ids + 1), 0).sum(1, keepdims=True)
         assert np.allclose(found["out"], whole * factor, rtol=2**-7)  # each rank's part is rounded once
+
+
+def next_pass(dispatch: Callable[[Any], object], first: Any, second: Any, rank: int) -> dict[str, Any]:
+    """What ranks are told where the experts of rank 1 raise in the second layer, and its next pass begins with the
+    first one; and what both layers return then. dispatch: a right one by a layer, of two tokens that go to both
+    ranks."""
+    import torch
+
+    told: dict[str, Any] = {}
+    dispatch(second)
+    if rank == 0:
+        told["combine"] = attempt(second.combine, torch.zeros(4, HIDDEN, device=here()))
+    told["dispatch"] = attempt(dispatch, first)
+    for name, layer in (("first", first), ("second", second)):
+        dispatch(layer)
+        told[name] = layer.combine(torch.full((4, HIDDEN), 3.0, device=here())).tolist()
+    return told
+
+
+def judge_next_pass(ranks: list[dict[str, Any]]) -> None:
+    """Peers hear of it at once, or they would be told of a timeout; and no lane is lost."""
+    first, second = ranks
+    said(second["dispatch"], "InvalidUsage", "a dispatch follows another one without a combine")
+    for name in ("combine", "dispatch"):
+        said(first[name], "PeerRefused", "rank 1")
+    for told in ranks:
+        for name in ("first", "second"):
+            assert told[name] == [[6.0] * HIDDEN] * 2, told[name]

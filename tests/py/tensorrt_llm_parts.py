@@ -191,9 +191,9 @@ def mapping(rank: int, process_group: Any, **other: Any) -> types.SimpleNamespac
     return types.SimpleNamespace(**told | {"moe_ep_group_pg": process_group} | other)
 
 
-def config(of: Any, hidden: int, dtype: Any, most: int) -> types.SimpleNamespace:
+def config(of: Any, hidden: int, dtype: Any, most: int | None) -> types.SimpleNamespace:
     """As TensorRT-LLM's ModelConfig, of which the factory reads these."""
-    told: dict[str, Any] = {"max_num_tokens": most, "moe_max_num_tokens": 2 * most, "torch_dtype": dtype}
+    told: dict[str, Any] = {"max_num_tokens": most, "moe_max_num_tokens": most, "torch_dtype": dtype}
     told |= dict.fromkeys(("quant_config", "moe_load_balancer")) | {"use_low_precision_moe_combine": False}
     pretrained = types.SimpleNamespace(hidden_size=hidden)
     return types.SimpleNamespace(mapping=of, pretrained_config=pretrained, use_cuda_graph=False, **told)

@@ -85,6 +85,11 @@ def ones() -> tuple[Any, Any, Any]:
     return tuple(each.to(here()) for each in given)  # type: ignore[return-value]
 
 
+def dispatched(comm: Any) -> None:
+    """Two tokens of each rank, which is all that any has."""
+    comm.dispatch(*ones(), max_tokens_per_rank=2)
+
+
 def refused(comm: Any) -> list[Any]:
     """What ranks are told of calls that are wrong on both; after each of them the right ones go on."""
     import torch
@@ -202,6 +207,8 @@ def rank_main(store: str) -> Any:
         comm = created(mutant(old, new), getattr(torch, CASES[case].dtype), "mutant")
         found[mutation] = attempt(exchanged, comm, case, rank)
     found["wrong alone"] = attempt(wrong_alone, of["float32"], rank)
+    layers = [created(flashinfer, torch.float32) for _ in range(2)]
+    found["next pass"] = attempt(by_source.next_pass, dispatched, *layers, rank)
     for comm in of.values():
         comm.destroy()
     groups.close()
@@ -261,6 +268,11 @@ def test_peers_hear_of_what_is_refused(ran) -> None:
     said(first["next"], "PeerRefused", "rank 1")  # the dispatch that rank 1 was refused
     for told in (first, second):
         assert told["not contiguous"] == [[2.0 * h for h in range(HIDDEN)]] * 2
+
+
+def test_a_pass_that_begins_with_another_layer(ran) -> None:
+    """Behind experts that raised: its communication is another one over the same group."""
+    by_source.judge_next_pass([found["next pass"] for found in ran])
 
 
 def test_ranks_of_another_process_group_are_refused(ran) -> None:

@@ -440,8 +440,8 @@ def test_versions_that_are_supported(monkeypatch) -> None:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_close_that_raises(torch: Any, closed: bool) -> None:
-    """A group that is closed all the same is forgotten, and one that is not is still there."""
-    from tokenway.integrations.groups import SharedGroup
+    """A group that is closed all the same is forgotten, with what was left open, and one that is not is still there."""
+    from tokenway.integrations.groups import OpenCombines, SharedGroup
 
     class Group:
         def close(self) -> None:
@@ -449,7 +449,11 @@ def test_a_close_that_raises(torch: Any, closed: bool) -> None:
             raise tw.CallMismatch("another rank creates a group")
 
     shared = object.__new__(SharedGroup)
-    shared._views, shared._spare, shared.group = {1: None}, [(None, 1)], Group()
+    shared._views, shared._plain, shared.group, shared.open = {1: None}, {}, Group(), OpenCombines()
+    shared._spare = [(None, 1)]
+    refused: list[int] = []
+    shared.open.add(0, lambda: refused.append(0))
     with pytest.raises(tw.CallMismatch):
         shared.close()
-    assert (shared.group is None) == closed == (not shared._views) == (not shared._spare)
+    shared.open.refuse()
+    assert (shared.group is None) == closed == (not shared._views) == (not refused) == (not shared._spare)

@@ -22,7 +22,7 @@ import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-MOST = 700  # of a rank in a call: more than a group has room for at first
+MOST = 700  # of a rank in a call: more than a group has room for at first, as has the case "more than before"
 CASES = {
     "float32": Case((5, 3), "float32"),
     "bfloat16": Case((8, 8), "bfloat16"),
@@ -117,6 +117,11 @@ WRONG_DISPATCHES: dict[str, tuple[Any, str, str]] = {
     "tokens": (lambda x, s: {"hidden_states": x[0]}, "InvalidArgument", r"^tokens has shape \[32\]; it must have two"),
     "scales": (lambda x, s: {"hidden_states_sf": x[0]}, "InvalidArgument", r"^scales has shape \[32\]; it must"),
     "mask": (lambda x, s: {"active_rank_mask": 1}, "InvalidArgument", "^active_rank_mask is given; it must be None"),
+    "statistics": (
+        lambda x, s: {"eplb_local_stats": x},
+        "InvalidArgument",
+        r"^eplb_local_stats has shape \[2, 32\] on .*; it must be a tensor of one dimension on",
+    ),
 }
 # ... and to a combine
 WRONG_ROWS: dict[str, tuple[tuple[int, ...], str]] = {
@@ -145,6 +150,8 @@ def wrong_alone(comm: Any, rank: int, larger: list[int]) -> dict[str, Any]:
         if name == "scales":  # of rows that leave room for them
             x = given["hidden_states"]
             other = {"hidden_states": x[:, :16].byte(), "hidden_states_sf": x[:, :2]} | other
+        elif name == "statistics":
+            other = {"eplb_local_stats": torch.ones(EXPERTS, device=here())} | other
         told[name] = attempt(partial(dispatch, **other))
     for name, (shape, _) in WRONG_ROWS.items():
         dispatch()
@@ -160,6 +167,16 @@ def wrong_alone(comm: Any, rank: int, larger: list[int]) -> dict[str, Any]:
     return told
 
 
+def wrong_first(comm: Any, rank: int) -> list[Any]:
+    """What ranks are told of a layer's first dispatch, which is wrong on rank 1 alone, and what the next one brings."""
+    import torch
+
+    sizes = [2, 2] if rank == 0 else [2]
+    told = attempt(lambda: comm.dispatch(**ones() | {"all_rank_num_tokens": sizes}))
+    comm.dispatch(**ones())
+    return [told, comm.combine(torch.full((4, HIDDEN), 3.0, device=here())).tolist()]
+
+
 def statistics(comm: Any, rank: int) -> list[Any]:
     """What each rank gave beside a dispatch, in steps that are counted; and that the next one has none."""
     import torch
@@ -169,7 +186,12 @@ def statistics(comm: Any, rank: int) -> list[Any]:
     exchanged(comm, "float32", rank, eplb_local_stats=mine)
     found = [steps() - before, comm.get_eplb_gathered_statistics().tolist()]
     exchanged(comm, "float32", rank)
-    return [*found, comm.get_eplb_gathered_statistics()]
+    found.append(comm.get_eplb_gathered_statistics())
+    # What is found wrong only where it is gathered, behind the dispatch; no combine is to be made then, nor any lost.
+    wrong = mine if rank == 0 else mine.to_sparse()
+    found.append(attempt(lambda: comm.dispatch(**ones() | {"eplb_local_stats": wrong})))
+    found.append(attempt(comm.combine, torch.zeros(4, HIDDEN, device=here())))
+    return [*found, exchanged(comm, "float32", rank)]
 
 
 def made_by_mpi(mpi: parts.Mpi, created: Any, rank: int) -> dict[str, Any]:
@@ -184,6 +206,7 @@ def made_by_mpi(mpi: parts.Mpi, created: Any, rank: int) -> dict[str, Any]:
     second.destroy()  # does nothing more
     found["with none"] = shared.group is not None
     found["anew"] = exchanged(second, "float32", rank)
+    found["statistics"] = statistics(second, rank)
     second.destroy()
     return found | {"met": mpi.groups}
 
@@ -201,8 +224,8 @@ def rank_main(store: str) -> Any:
     factory = import_module(parts.place_of(parts.checkout())).CommunicationFactory
     from tokenway.integrations import groups, tensorrt_llm
 
-    def created(dtype: str, method: str | None = None, **other: Any) -> Any:
-        told = parts.config(parts.mapping(rank, dist.group.WORLD, **other), HIDDEN, getattr(torch, dtype), MOST)
+    def created(dtype: str, method: str | None = None, most: int | None = MOST, **other: Any) -> Any:
+        told = parts.config(parts.mapping(rank, dist.group.WORLD, **other), HIDDEN, getattr(torch, dtype), most)
         return factory.create_strategy(told, EXPERTS, EXPERTS, TOP_K, EXPERTS // 2, communication_method=method)
 
     found: dict[str, Any] = {"unknown": attempt(created, "float32", "TOKENWAY")}
@@ -212,10 +235,12 @@ def rank_main(store: str) -> Any:
     (program,) = programs_of("TensorRT-LLM")
     exec(program, {})
     assert os.environ[parts.FORCE] == "TOKENWAY"
-    of = {dtype: created(dtype) for dtype in ("float32", "bfloat16")}
+    # Of a model that says no size, so that the group grows for the cases.
+    of = {dtype: created(dtype, most=None) for dtype in ("float32", "bfloat16")}
     found["by the environment"] = [type(comm) is made for comm in of.values()]
     found["without data parallelism"] = created("float32", enable_attention_dp=False)
-    found["feasible"] = [of["float32"].is_workload_feasible([1, most], 3) for most in (MOST, MOST + 1)]
+    found["feasible"] = [created("float32").is_workload_feasible([1, most], 3) for most in (MOST, MOST + 1)]
+    found["wrong first"] = [attempt(wrong_first, of["float32"], rank)]
     for case in CASES:
         before = steps()
         found[case] = exchanged(of[results(case)], case, rank) | {"steps": steps() - before}
@@ -227,11 +252,17 @@ def rank_main(store: str) -> Any:
         mutated(tensorrt_llm, old, new).register(timeout=PATIENT)
         found[mutation] = attempt(exchanged, created(results(case)), case, rank)
         factory._create_forced_method = kept
-    found["wrong alone"] = attempt(wrong_alone, created("float32"), rank, [2, 600])
+    found["wrong alone"] = attempt(wrong_alone, created("float32"), rank, [2, 2 * MOST])
+    found["wrong first"].append(attempt(wrong_first, created("float32"), rank))
+    found["next passes"] = []
+    for most in (MOST, 8 * MOST):  # of a layer whose first dispatch that is: the group has room for it, or grows
+        layers = created("float32", most=most), created("float32")
+        found["next passes"].append(attempt(by_source.next_pass, lambda comm: comm.dispatch(**ones()), *layers, rank))
     found["statistics"] = statistics(of["float32"], rank)
     by_mpi.append(True)
     found["mpi"] = made_by_mpi(mpi, partial(created, "float32"), rank)
-    groups.close()
+    for ranks in [None, *tensorrt_llm._met.values()]:
+        groups.close(ranks)
     dist.destroy_process_group()
     return found
 
@@ -290,11 +321,31 @@ def test_peers_hear_of_what_is_refused(ran) -> None:
         assert np.array_equal(told["after"], np.full((2, HIDDEN), 6.0))
 
 
-def test_statistics(ran) -> None:
-    """Those of all ranks, in one step more; none of a dispatch that had none."""
+def test_a_first_call_that_is_wrong(ran) -> None:
+    """Of a process's first layer, and of one more: peers hear of it as of any other."""
+    for layer in range(2):
+        (first, after), (second, _) = (found["wrong first"][layer] for found in ran)
+        said(second, "InvalidArgument", r"^all_rank_num_tokens is \[2\]; it must")
+        said(first, "PeerRefused", "rank 1")
+        assert after == ran[1]["wrong first"][layer][1] == [[6.0] * HIDDEN] * 2
+
+
+def test_a_pass_that_begins_with_another_layer(ran) -> None:
+    """Behind experts that raised: each layer has a communication of its own."""
+    for layer in range(2):
+        by_source.judge_next_pass([found["next passes"][layer] for found in ran])
+
+
+@pytest.mark.parametrize("met", ["by a process group", "by MPI"])
+def test_statistics(ran, met) -> None:
+    """Those of all ranks, in one step more; none of a dispatch that had none. Wrong ones take the combine along."""
     mine = np.arange(EXPERTS)
-    for count, gathered, after in (found["statistics"] for found in ran):
+    told = [found["statistics"] if met == "by a process group" else found["mpi"]["statistics"] for found in ran]
+    for rank, (count, gathered, after, wrong, combine, _) in enumerate(told):
         assert count == 3 and np.array_equal(gathered, [mine, mine + 100]) and after is None
+        said(wrong, *(("PeerRefused", "rank 1") if rank == 0 else ("InvalidArgument", "sparse")))
+        said(combine, "InvalidUsage", "a combine comes without a dispatch before it")
+    judge("float32", [each[-1] for each in told])
 
 
 def test_ranks_of_mpi(ran) -> None:

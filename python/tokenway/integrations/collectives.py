@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import tokenway as tw
 from tokenway.integrations import groups
+from tokenway.party import party_of
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -122,8 +123,8 @@ def of(process_group: Any, device: torch.device) -> Collectives:
     peers = groups.of(process_group, device=device)
     found = _known.get(peers)
     if found is None:
-        group = groups.resolved(process_group)
-        found = _known[peers] = Collectives(peers, group.rank(), group.size())
+        party = party_of(groups.resolved(process_group), None, None, None, None)
+        found = _known[peers] = Collectives(peers, party.rank, party.nranks)
     return found
 
 

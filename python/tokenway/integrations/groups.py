@@ -24,6 +24,7 @@ import atexit
 import os
 import warnings
 import weakref
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,38 @@ class Sizes:
             raise tw.InvalidArgument.of("tokens", f"are {tokens}; at most {self.max_tokens} were said ({how})")
 
 
+class OpenCombines:
+    """Combines that this rank has still to make, each kept from its dispatch on. One that it leaves out, as its experts
+    raise, holds a lane, and peers wait in it, so it is refused before whatever else asks them.
+
+    refused: whether one was, since its user has set this back."""
+
+    def __init__(self) -> None:
+        self.refused = False
+        self._refusals: dict[Hashable, Callable[[], object]] = {}
+
+    def add(self, key: Hashable, refuse: Callable[[], object]) -> None:
+        """Behind a dispatch. refuse: tells peers that its combine does not come."""
+        self._refusals[key] = refuse
+
+    def discard(self, key: Hashable) -> None:
+        """Before the combine, or where there is none to be made."""
+        self._refusals.pop(key, None)
+
+    def refuse(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Those of these keys, None: all, in the order of their dispatches."""
+        for key in list(self._refusals) if keys is None else keys:
+            refusal = self._refusals.pop(key, None)
+            if refusal is not None:
+                self.refused = True
+                refusal()
+
+    def clear(self) -> None:
+        """Where the group is gone, and all its steps with it."""
+        self._refusals.clear()
+        self.refused = False
+
+
 class SharedGroup:
     """One group for all layers with the same experts, top_k and further settings, whatever their rows are: one window,
     as large as the largest row and the largest call so far. `Peers.shared` makes it. settings: keywords of Group."""
@@ -88,6 +121,7 @@ class SharedGroup:
         self._plain: dict[tuple[int, torch.dtype], TypedGroup] = {}  # of those, by hidden and dtype
         self.group: tw.Group | None = None  # None until it is needed
         self._spare: list[tuple[Any, int]] = []  # handles whose calls are over, and the room that they have
+        self.open = OpenCombines()  # for users that make a dispatch and its combine in two calls
 
     @property
     def steps(self) -> int:
@@ -161,6 +195,7 @@ class SharedGroup:
                 self._views.clear()
                 self._plain.clear()
                 self._spare.clear()
+                self.open.clear()
 
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""

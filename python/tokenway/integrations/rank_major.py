@@ -18,7 +18,8 @@ _TWICE = "a dispatch follows another one without a combine between them"
 
 
 class RankMajor:
-    """A dispatch and its combine, then the next: rows by source, and a sum for each row back.
+    """A dispatch and its combine, then the next: rows by source, and a sum for each row back. So it is for all of them
+    over one group: a combine that one leaves out, as experts raise, any of them refuses before it dispatches.
 
     shared: of the mode "low_latency"; group: its settings say which ids are received. max_tokens: of a rank in a step,
     the same on all ranks, until `make_room` says more. dtype, hidden: of the rows that experts return. dispatch_bytes:
@@ -36,16 +37,12 @@ class RankMajor:
 
     def make_room(self, tokens: int) -> None:
         """For dispatches of up to so many tokens of a rank from now on: what all ranks know, alike on all of them.
-        Collective where that is more than before, else nothing. InvalidUsage on a rank that has left a combine out, as
-        of `dispatch`, once there is room."""
-        if tokens <= self.max_tokens:
-            return
-        missing = self._refuse_pending()  # or its peers would wait in that one, and this rank here
-        self.shared.with_room(self._largest, tokens)
-        self.max_tokens = tokens
-        if missing:
-            with self.telling(tokens):
-                raise tw.InvalidUsage(_TWICE)
+        Collective where that is more than before, else nothing. On a rank that has left a combine out the dispatch that
+        follows is refused."""
+        if tokens > self.max_tokens:
+            self.shared.open.refuse()  # or its peers would wait in that one, and this rank here
+            self.shared.with_room(self._largest, tokens)
+            self.max_tokens = tokens
 
     def telling(self, bound: Any = None) -> AbstractContextManager[None]:
         """Around what precedes a dispatch: where it raises, peers are told at once. A combine that is missing is
@@ -54,17 +51,17 @@ class RankMajor:
 
     def _refuse(self, bound: Any) -> None:
         # Both: a call of dispatch is a step of all ranks, so that whoever left the combine out is in step again.
-        self._refuse_pending()
+        self.shared.open.refuse()
+        self.shared.open.refused = False
         self._view.refuse_dispatch("rank_major", self.max_tokens if bound is None else bound)
 
-    def _refuse_pending(self) -> bool:
-        """Tells peers, who wait in it, that a combine does not come. Returns whether one was missing."""
+    def refuse_combine(self) -> None:
+        """Tells peers, who wait in it, that the combine of the last dispatch does not come, if it has not come yet."""
+        self.shared.open.discard(self)
         pending, self._handle = self._handle, None
-        if pending is None:
-            return False
-        gradients.refuse_combine(pending, self._view)
-        give_back(pending)
-        return True
+        if pending is not None:
+            gradients.refuse_combine(pending, self._view)
+            give_back(pending)
 
     def dispatch(
         self, tokens: Tensor, ids: Tensor, weights: Tensor | None, scales: Tensor | None, bound: int | None
@@ -75,10 +72,14 @@ class RankMajor:
 
         A step of all ranks; never waits for the device, and can be captured once rows of this type were sent. Errors:
         as `Group.route` and `Group.dispatch`; peers hear of them at once. InvalidUsage before the combine of the last
-        one: peers that wait in that combine hear of it, and of this dispatch, and the next one is as ever."""
+        one over the group, whoever made it: peers that wait in that combine hear of it, and of this dispatch, and the
+        next one is as ever."""
+        self.shared.open.refuse()
         self._view = view = self._seen(tokens, scales, bound)
         bound = self.max_tokens if bound is None else bound
         with self.telling(bound):
+            if self.shared.open.refused:
+                raise tw.InvalidUsage(_TWICE)
             if not 1 <= bound <= self.max_tokens:
                 raise tw.InvalidArgument.of("bound", f"is {bound}; it must be from 1 to {self.max_tokens}")
             handle = view.route(ids, None if weights is None else weights.float())
@@ -90,13 +91,12 @@ class RankMajor:
             give_back(handle)
             raise
         self._handle = handle
+        self.shared.open.add(self, self.refuse_combine)
         return received
 
     def _seen(self, tokens: Tensor, scales: Tensor | None, bound: int | None) -> TypedGroup:
         """The group as such rows see it."""
         with self.telling(bound):
-            if self._handle is not None:
-                raise tw.InvalidUsage(_TWICE)
             for name, given in (("tokens", tokens), ("scales", scales)):
                 if given is not None and given.dim() != 2:
                     raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
@@ -118,6 +118,7 @@ class RankMajor:
         if self._handle is None:
             raise tw.InvalidUsage("a combine comes without a dispatch before it")
         handle, self._handle = self._handle, None
+        self.shared.open.discard(self)
         try:
             with gradients.telling(lambda: gradients.refuse_combine(handle, self._view)):
                 if rows.dim() < 2 or rows.shape[-1] != self._hidden:  # by its size it might pass for other rows

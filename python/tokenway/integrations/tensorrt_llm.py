@@ -15,7 +15,6 @@ import inspect
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -97,8 +96,9 @@ class RowsBySource:
 
     What TensorRT-LLM's `Communication` asks for, which stands behind it in the class that `register` makes. num_slots,
     top_k: of the routings; hidden_size, dtype: of what experts return; max_num_tokens: no rank has more in a call,
-    None: unknown. Not collective: the group is made in the first dispatch, as models are made on no device. All layers
-    alike share it, so that a dispatch and its combine end before another layer's begin."""
+    None: unknown. Not collective: the group is made in the first dispatch, as models are made on no device, with room
+    for max_num_tokens. All layers alike share it, so that a dispatch and its combine end before another layer's
+    begin."""
 
     mapping: Any
     ep_size: int
@@ -147,18 +147,25 @@ class RowsBySource:
         window until the combine, which copies nothing of rows that experts wrote in the same place.
 
         hidden_states, hidden_states_sf: [T, C] and [T, S] of any dtypes; T is at most b. eplb_local_stats: [E] of any
-        dtype, on all ranks or none, in a step more: `get_eplb_gathered_statistics`. Other keywords are for other
-        methods. A step of all ranks; collective too, on the host, where b is larger than ever before. Errors: as
-        `RankMajor.dispatch`; InvalidArgument for an active_rank_mask."""
-        with self._telling():
+        dtype, where the rows are, on all ranks or none, in a step more: `get_eplb_gathered_statistics`. Other keywords
+        are for other methods. A step of all ranks; collective too, on the host, the first time and where b is larger
+        than ever before and than max_num_tokens. Errors: as `RankMajor.dispatch`; InvalidArgument for an
+        active_rank_mask; those of `all_gatherv`, after which there is no combine to be made."""
+        exchange = self._made(hidden_states)  # before all that this rank may be refused alone, so that peers hear of it
+        with exchange.telling():
             bound = self._bound(all_rank_num_tokens)
+        exchange.make_room(bound)
+        statistics = kwargs.get("eplb_local_stats")
+        with exchange.telling(bound):
             if kwargs.get("active_rank_mask") is not None:
                 raise InvalidArgument.of("active_rank_mask", "is given; it must be None, as no rank is left out here")
-        exchange = self._with_room(hidden_states.device, bound)
+            if statistics is not None:
+                _check_statistics(statistics, hidden_states)
         given = hidden_states, token_selected_slots, token_final_scales, hidden_states_sf, bound
+        self._statistics = None
         came = exchange.dispatch(*given)
-        statistics = kwargs.get("eplb_local_stats")
-        self._statistics = None if statistics is None else self._gathered(statistics)
+        if statistics is not None:
+            self._statistics = self._gathered(statistics)
         return (
             came.tokens.flatten(0, 1),
             None if hidden_states_sf is None else came.payloads["scales"].flatten(0, 1),
@@ -186,35 +193,47 @@ class RowsBySource:
         if not _users[exchange.shared]:
             exchange.shared.close()
 
-    def _telling(self) -> AbstractContextManager[None]:
-        """Around what a rank may be refused alone: peers hear of it, once there is a group."""
-        return nullcontext() if self._exchange is None else self._exchange.telling()
-
     def _bound(self, sizes: Sequence[int]) -> int:
         if len(sizes) != self.ep_size or min(sizes) < 0:
             told = f"is {list(sizes)}; it must be {self.ep_size} integers from 0 on, one for each rank"
             raise InvalidArgument.of("all_rank_num_tokens", told)
         return max(1, *sizes)
 
-    def _with_room(self, device: Any, tokens: int) -> Any:
+    def _made(self, rows: Any) -> Any:
+        """The exchange, where rows are. Collective the first time, if it needs a group, or a larger one."""
         if self._exchange is not None:
-            self._exchange.make_room(tokens)
             return self._exchange
         from tokenway.integrations import groups
         from tokenway.integrations.rank_major import RankMajor
 
-        peers = groups.of(_ranks(self.mapping), device=device, timeout=self._timeout)
+        peers = groups.of(_ranks(self.mapping), device=rows.device, timeout=self._timeout)
         shared = peers.shared(experts=self.num_slots, top_k=self.top_k, id_space="global", invalid_id=-1)
+        shared.open.refuse()  # a combine of another layer, or peers would wait in that one, and this rank here
         dtype, hidden = self._results
-        self._exchange = RankMajor(shared, tokens, dtype, hidden, hidden * dtype.itemsize)
+        self._exchange = RankMajor(shared, self.max_num_tokens or 1, dtype, hidden, hidden * dtype.itemsize)
         _users[shared] = _users.get(shared, 0) + 1
         return self._exchange
 
     def _gathered(self, statistics: Any) -> Any:
+        """Those of all ranks, behind the dispatch, whose combine does not come where this fails."""
         from tokenway.integrations import collectives
+        from tokenway.pytorch import gradients
 
-        every = collectives.of(_ranks(self.mapping), statistics.device)
-        return every.all_gatherv([statistics[None]], [1] * self.ep_size)[0]
+        with gradients.telling(self._exchange.refuse_combine):
+            every = collectives.of(_ranks(self.mapping), statistics.device)
+            return every.all_gatherv([statistics[None]], [1] * self.ep_size)[0]
+
+
+def _check_statistics(statistics: Any, rows: Any) -> None:
+    """Raises InvalidArgument for what cannot be gathered beside rows."""
+    from torch import Tensor
+
+    if not isinstance(statistics, Tensor) or statistics.dim() != 1 or statistics.device != rows.device:
+        found = f"is of type {type(statistics).__name__}"
+        if isinstance(statistics, Tensor):
+            found = f"has shape {list(statistics.shape)} on {statistics.device}"
+        told = f"{found}; it must be a tensor of one dimension on {rows.device}, where the rows are"
+        raise InvalidArgument.of("eplb_local_stats", told)
 
 
 class MpiRanks:

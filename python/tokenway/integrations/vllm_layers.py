@@ -46,8 +46,7 @@ class TokenwayManager(All2AllManagerBase):
             raise tw.Unsupported("enable_fault_tolerance is True; over Tokenway it must be False: it masks no ranks")
         self.max_tokens: int = config.scheduler_config.max_num_batched_tokens  # of a rank in a step, alike on all
         self.sm_limit = 0
-        # By micro-batch: what tells peers, who wait in a combine, that this rank makes none.
-        self.open: dict[int, Callable[[], None]] = {}
+        self.open = groups.OpenCombines()  # by micro-batch
         self._exchanges: dict[Any, Any] = {}
 
     def get_handle(self, kwargs: Any) -> TokenwayManager:
@@ -70,10 +69,7 @@ class TokenwayManager(All2AllManagerBase):
         """Before a dispatch: the number of the micro-batch. A combine that it has left out, as experts raised, is
         refused, in which peers wait; outside of micro-batches those of all of them are."""
         number: int = dbo_current_ubatch_id()
-        for left in [number] if dbo_enabled() else list(self.open):
-            refuse = self.open.pop(left, None)
-            if refuse is not None:
-                refuse()
+        self.open.refuse([number] if dbo_enabled() else None)
         return number
 
 
@@ -121,7 +117,7 @@ class _Tokenway(mk.FusedMoEPrepareAndFinalizeModular):
         """Keeps a dispatch for its combine. receive: waits for it, None: it has come; refuse: tells peers that no
         combine comes. Returns what waits for it, after which, if that fails, there is none to be made."""
         self._under_way[number] = sent
-        self._manager.open[number] = refuse
+        self._manager.open.add(number, refuse)
         if receive is None:
             return _nothing
 
@@ -130,7 +126,7 @@ class _Tokenway(mk.FusedMoEPrepareAndFinalizeModular):
                 receive()
             except tw.TokenwayError:
                 self._under_way.pop(number, None)
-                self._manager.open.pop(number, None)
+                self._manager.open.discard(number)
                 raise
 
         return hook
@@ -139,7 +135,7 @@ class _Tokenway(mk.FusedMoEPrepareAndFinalizeModular):
         """What a combine belongs to."""
         dbo_maybe_run_recv_hook()  # of the other micro-batch, which was sent before
         number = dbo_current_ubatch_id()
-        self._manager.open.pop(number, None)
+        self._manager.open.discard(number)
         sent = self._under_way.pop(number, None)
         if sent is None:
             raise tw.InvalidUsage("finalize comes without a prepare before it")
