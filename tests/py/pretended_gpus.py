@@ -53,16 +53,26 @@ class PretendStream:
 class PretendReplay:
     """Makes the calls of a graph each time: collective, so not while it is made."""
 
+    replaying = False  # whether what runs would be in a graph; of all threads
+
     def __init__(self, lead, body, count=10):
         self._calls = lead, body, count
+        self.result = None
 
     def once(self, control: Control) -> tuple[float, float]:
-        lead, body, count = self._calls
+        lead, _, count = self._calls
         control.gate()
         lead()
         start = time.perf_counter_ns()
-        body()
+        self.replay()
         return ((time.perf_counter_ns() - start) / count,) * 2
+
+    def replay(self) -> None:
+        PretendReplay.replaying = True
+        try:
+            self.result = self._calls[1]()
+        finally:
+            PretendReplay.replaying = False
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tokenway as tw
 from tokenway.bench.framework_place import Place
-from tokenway.bench.framework_ways import Ones, Shape, Step, Way, operations, ranks_of
+from tokenway.bench.framework_ways import Ones, Shape, Step, Way, by_row, operations, ranks_of
 from tokenway.compat.deep_ep import Buffer, ranks
 from tokenway.integrations.low_latency import TOKEN
 
@@ -65,8 +65,12 @@ class LowLatency(Way):
 
     def direct(self, step: Step, experts: Ones) -> Any:
         """In the same layout, with the payload that tells rows' numbers and sources."""
+
+        def by_expert(came: Any) -> Tensor:
+            return experts.blocks(came.tokens)
+
         many = {"late": True, "payloads": self._told}
-        return operations(self._view, step, experts, "expert_major", self.shape.tokens, **many)
+        return operations(self._view, step, by_expert, "expert_major", self.shape.tokens, **many)
 
 
 class Normal(Way):
@@ -102,7 +106,7 @@ class Normal(Way):
 
     def direct(self, step: Step, experts: Ones) -> Any:
         """In the same layout."""
-        return operations(self._view, step, experts, "flat", None)
+        return operations(self._view, step, by_row(experts.local), "flat", None)
 
 
 WAYS = (LowLatency, Normal)

@@ -3,12 +3,14 @@
 Prompts are run eagerly, all at once; then each step continues every sequence by one token, which the host reads: on
 GPUs in a CUDA graph. Told are the time to the first token, between tokens, and tokens per second of all ranks, prompts
 not counted. Once all ranks have equally many sequences, and once different numbers, as data-parallel attention has.
-Ways take turns. Before and behind, each way's layer is compared with the last one's on the same rows. Needs PyTorch.
+Ways take turns. Before and behind, each way's layer is compared with the last one's on the same rows, in a graph too
+where steps are in graphs; and the logits of a captured step with those of the same step, called eagerly. Needs PyTorch.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +19,14 @@ import tokenway as tw
 from tokenway.bench.collective_row import Row
 from tokenway.bench.control import Control
 from tokenway.bench.decoder import VOCABULARY, Cache, Decoder, Sequences
-from tokenway.bench.framework_place import Place, apart, steps
+from tokenway.bench.framework_place import NEAR, Place, apart, differs, steps
 from tokenway.bench.graphs import captured
 from tokenway.bench.layer_case import Layer
 from tokenway.bench.mixings import MIXINGS, Mixing
 from tokenway.bench.profiles import PROFILES
 from tokenway.integrations import groups
 
-NEAR = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # how far a row may be, of its norm
+ALIKE = 0.75  # of a step's logits: where two experts are chosen almost equally, a rounding decides between them
 PHASES = ("first", "between", "rest")
 
 
@@ -45,6 +47,7 @@ class Engine:
         self._cache = Cache(decoder, mine, place.device, place.dtype)
         self._tokens = torch.zeros(mine.batch, dtype=torch.int64, device=place.device)
         self._graph: Any = None
+        self._captured: Any = None  # logits of the graph's step
         self.text: list[list[int]] = []  # by step, of each sequence
 
     @torch.no_grad()
@@ -56,16 +59,39 @@ class Engine:
         self._cache.at.fill_(self._sequences.prompt)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One more token of each."""
+    def step(self) -> torch.Tensor:
+        """One more token of each: its logits [B, vocabulary]."""
         self.mixing.sizes = self._batches
         logits = self._decoder.logits(self._tokens[:, None], self._cache, self.mixing, first=False)
         self._tokens.copy_(logits.argmax(-1))
         self._cache.at.add_(1)
+        return logits
 
     def capture(self) -> None:
         """A step, once both have run: from here on it is replayed."""
-        self._graph = captured(self.step, torch.cuda.current_stream())
+
+        def kept() -> None:
+            self._captured = self.step()
+
+        self._graph = captured(kept, torch.cuda.current_stream())
+
+    def problem(self) -> str | None:
+        """What is wrong with the captured step, the first behind the prompts, beside the same one called eagerly."""
+        if self._graph is None:
+            return None
+        self.prefill()
+        tokens, at = self._tokens.clone(), self._cache.at.clone()
+        eager = self.step()
+        self._tokens.copy_(tokens)
+        self._cache.at.copy_(at)
+        if self._captured is not None:
+            self._captured.fill_(float("nan"))
+        self._graph.replay()
+        far, near = apart(self._captured, eager, ALIKE), NEAR[eager.dtype]
+        if far <= near:
+            return None
+        name = self.name.removesuffix("|engine")
+        return f"{name}: logits of the captured step are apart by {far:.3g} of their norm, allowed is {near}"
 
     def serve(self, start: int) -> tuple[int, int, int]:
         """Everything once, from an instant: ns to the first tokens, between tokens, from the first to the last."""
@@ -156,25 +182,27 @@ def _served(place: Place, name: str, engine: Engine) -> int:
 
 @torch.no_grad()
 def _verify(place: Place, mixings: dict[str, Mixing], batches: list[int], lengths: Sequences) -> None:
-    """Compares what each way makes of the same rows with the last way's, in steps and of prompts. Collective."""
+    """Compares what each way makes of the same rows with the last way's, in steps and of prompts; the former in graphs
+    too. Collective."""
     for each in (1, lengths.prompt):
         sizes = [batch * each for batch in batches]
         layer = mixings["routed"].layers[0]
         drawn = torch.Generator().manual_seed(place.rank + 1)
         shape = 2, sizes[place.rank], layer.group.hidden
         rows, shared = torch.randn(shape, generator=drawn).to(place.device, place.dtype)
-        results = {}
+        results: dict[str, torch.Tensor] = {}
         for name, mixing in mixings.items():
             place.progress.at(f"checking {name}")
             mixing.sizes = sizes
             results[name] = mixing(0, rows, shared).clone()
             place.settle()
         want = [*results.values()][-1]
+        if place.on_gpus and each == 1:
+            for name, mixing in mixings.items():
+                results[f"{name} in a graph"] = place.in_graph(partial(mixing, 0, rows, shared))
         for name, got in results.items():
-            far = apart(got, want)
-            near = NEAR[place.dtype]
-            told = f"{name}, {max(sizes)} rows: a row is apart by {far:.3g} of its norm, allowed is {near}"
-            place.agree(None if far <= near else told)
+            told = differs(got, want, place.dtype)
+            place.agree(told and f"{name}, {max(sizes)} rows: {told}")
 
 
 def _share(place: Place, text: list[list[int]], other: list[list[int]]) -> float:

@@ -2,11 +2,11 @@
 
 A pair is what a framework calls around its experts, which answer what is there already: prepare and finalize of vLLM, a
 token dispatcher's calls of Megatron, dispatch and combine of deep_ep's Buffer. Each call has another routing. Where the
-host waits in none of two ways, they are compared as CUDA graphs, else eagerly. Needs PyTorch.
+host waits in none of two ways, they are compared as CUDA graphs, else eagerly. Beside stand the same operations, called
+on the group directly, in the same run. Needs PyTorch.
 
-What an integration adds to the host is told beside: what its pair takes the host, less what the same operations take
-it that are called on the group directly, in the same run. Where the host waits for the device within a pair, both are
-timed as a whole.
+What an integration adds to the host is told too: what its pair takes the host, less what the operations take it. Where
+the host waits for the device within a pair, both are timed as a whole.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from tokenway.bench import framework_deep_ep, framework_megatron, framework_vllm
-from tokenway.bench.framework_place import Place, Times, apart, steps
+from tokenway.bench.framework_place import Place, Times, differs, steps
 from tokenway.bench.framework_ways import Ones, Shape, Step, Way, Weighing, steps_of
 from tokenway.bench.profiles import PROFILES
 
 FRAMEWORKS = {"vllm": framework_vllm, "megatron": framework_megatron, "deep_ep": framework_deep_ep}
-NEAR = 0.02  # how far a row may be, of its norm: bfloat16 sums in another order
 DIRECT = "direct: "  # before the name of a way: the group's own operations
 
 
@@ -65,7 +66,8 @@ def _row(place: Place, shape: Shape, routing: str, kinds: list[type[Way]]) -> di
         times = _times(place, ways, batches)
         _verify(place, shape, ways, batches)
         row |= {"us": times, "waits": {way.name: way.waits for way in ways}}
-        row |= {"host_added_us": {way.name: _added(times, way) for way in ways if way.has_direct}}
+        timed = {way.name: _host(times, way) for way in ways if way.has_direct}
+        row |= {"host_timed": timed, "host_added_us": {name: _added(times, name, kind) for name, kind in timed.items()}}
     for way in ways:
         way.close()
     return row
@@ -84,18 +86,32 @@ def _times(place: Place, ways: list[Way], batches: list[Step]) -> Times:
 
     for way in ways:
         place.progress.at(f"first calls of {way.name}")
-        subjects += place.subjects(way.name, partial(call, way.pair), graph=not way.waits, waits=way.waits)
+        right = None if way.waits else partial(_stray, way, batches)
+        subjects += place.subjects(way.name, partial(call, way.pair), right=right, waits=way.waits)
         if way.has_direct:
             direct = partial(call, way.direct)
-            subjects += place.subjects(DIRECT + way.name, direct, graph=False, waits=way.waits)
+            subjects += place.subjects(DIRECT + way.name, direct, right=right, waits=way.waits)
     return place.times(subjects)
 
 
-def _added(times: Times, way: Way) -> float:
-    """us of the host, from medians: of the whole where it waits in it, and on the CPU."""
-    ours, direct = times[way.name], times[DIRECT + way.name]
-    kind = "eager" if way.waits or "host" not in ours else "host"
-    return round(ours[kind]["median"] - direct[kind]["median"], 2)
+def _stray(way: Way, batches: list[Step], number: int, got: Tensor) -> str | None:
+    """What is wrong with what a timed graph leaves of a batch."""
+    told = differs(got, _answers(way, batches[number]), way.place.dtype)
+    return told and f"{way.name}, in the graph that is timed: {told}"
+
+
+def _answers(way: Way, step: Step) -> Tensor:
+    return way.answers(step)[:, None].expand(step.x.shape)
+
+
+def _host(times: Times, way: Way) -> str:
+    """Which times tell what is added to the host: the whole where it waits within a pair, and on the CPU."""
+    return "eager" if way.waits or "host" not in times[way.name] else "host"
+
+
+def _added(times: Times, name: str, kind: str) -> float:
+    """us, from medians."""
+    return round(times[name][kind]["median"] - times[DIRECT + name][kind]["median"], 2)
 
 
 def _verify(place: Place, shape: Shape, ways: list[Way], batches: list[Step]) -> None:
@@ -110,17 +126,23 @@ def _verify(place: Place, shape: Shape, ways: list[Way], batches: list[Step]) ->
 def _problem(way: Way, batches: list[Step], weighing: Weighing, ones: Ones) -> str | None:
     """The first thing that is wrong, after all calls: peers are in them too."""
     problems = []
+    place = way.place
     for step in batches:
         before = steps()
-        weighed, wanted = way.pair(step, weighing).clone(), weighing.wanted(step)
-        answered, answers = way.pair(step, ones), way.answers(step)[:, None].expand(step.x.shape)
+        found = {"weighed": way.pair(step, weighing).clone(), "answered": way.pair(step, ones).clone()}
         made = steps() - before
         if made != 2 * way.steps:
             problems.append(f"{way.name}: made {made} steps of Tokenway's groups in two pairs, not {2 * way.steps}")
-        found = {"weighed": (weighed, wanted), "answered": (answered, answers)}
+        calls = {"": way.pair}
         if way.has_direct:
-            found["called directly"] = way.direct(step, ones), answers
-        for what, (got, want) in found.items():
-            if not (far := apart(got, want)) <= NEAR:
-                problems.append(f"{way.name}, {what}: a row is apart by {far:.3g} of its norm, allowed is {NEAR}")
+            calls = {"": way.pair, "called directly, ": way.direct}
+            found["called directly, weighed"] = way.direct(step, weighing).clone()
+            found["called directly, answered"] = way.direct(step, ones).clone()
+        if place.on_gpus and not way.waits:
+            for how, call in calls.items():
+                found[f"{how}weighed in a graph"] = place.in_graph(partial(call, step, weighing))
+        for what, got in found.items():
+            want = _answers(way, step) if what.endswith("answered") else weighing.wanted(step)
+            if told := differs(got, want, place.dtype):
+                problems.append(f"{way.name}, {what}: {told}")
     return problems[0] if problems else None

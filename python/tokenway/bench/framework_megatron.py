@@ -129,7 +129,11 @@ class Dispatcher(_Megatron):
 
     def direct(self, step: Step, experts: Ones) -> Any:
         """In the same layout."""
-        return operations(self._view, step, experts, "grouped", None)
+
+        def by_expert(came: Any) -> Tensor:
+            return experts.by_expert(came.tokens, came.counts, came.weights)
+
+        return operations(self._view, step, by_expert, "grouped", None)
 
 
 class Flex(_Megatron):

@@ -8,7 +8,6 @@ collectives of the same tensors, those of a dispatch in one group of NCCL's.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.bench.framework_place import Place
-from tokenway.bench.framework_ways import Ones, Shape, Step, Way, operations, ranks_of
+from tokenway.bench.framework_place import Place, gathered
+from tokenway.bench.framework_ways import Ones, Shape, Step, Way, by_row, operations, ranks_of
 from tokenway.integrations import supported
 from tokenway.integrations import vllm as adapter
 
@@ -60,12 +59,7 @@ def _communicator(cpu_group: Any) -> Any:
         """What vLLM's for GPUs does for equal sizes, on the default process group."""
 
         def all_gatherv(self, input_: list[Tensor], dim: int = 0, sizes: Any = None) -> list[Tensor]:
-            outs = [x.new_empty(self.world_size * len(x), *x.shape[1:]) for x in input_]
-            one_call = dist._coalescing_manager(device=input_[0].device) if input_[0].is_cuda else nullcontext()
-            with one_call:
-                for out, x in zip(outs, input_, strict=True):
-                    dist.all_gather_into_tensor(out, x.contiguous())
-            return outs
+            return gathered(input_, self.world_size)
 
         def reduce_scatterv_into_output(
             self, input_: Tensor, output: Tensor, dim: int = 0, sizes: Any = None
@@ -144,8 +138,8 @@ class Standard(_Vllm):
     def direct(self, step: Step, experts: Ones) -> Any:
         """In the same layout."""
         if self.waits:
-            return operations(self._view, step, experts, "flat", None)
-        return operations(self._view, step, experts, "rank_major", self.shape.tokens)
+            return operations(self._view, step, by_row(experts.chosen), "flat", None)
+        return operations(self._view, step, by_row(experts.chosen), "rank_major", self.shape.tokens)
 
 
 class AllGather(_Vllm):

@@ -9,6 +9,7 @@ follows from its choices, so that a row, an id or a weight in a wrong place is s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from tokenway.bench.case import generator
 from tokenway.bench.framework_place import COUNT, Place
 from tokenway.bench.profiles import Profile
 from tokenway.integrations.groups import give_back
+
+Answer = Callable[[Any], Tensor]  # what a dispatch of a group brought -> the rows of its combine
 
 
 @dataclass(frozen=True)
@@ -185,17 +188,27 @@ def ranks_of(shape: Shape, step: Step) -> Tensor:
     return goes.scatter_(1, step.ids // shape.local, 1.0).sum(1)
 
 
+def by_row(experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Answer:
+    """`chosen` or `local` of experts, for a layout by source."""
+
+    def answer(came: Any) -> Tensor:
+        rows, top_k = came.tokens, came.ids.shape[-1]
+        return experts(rows.flatten(0, -2), came.ids.view(-1, top_k), came.weights.view(-1, top_k)).view(rows.shape)
+
+    return answer
+
+
 def operations(
-    view: Any, step: Step, experts: Ones, layout: str, bound: int | None, *, late: bool = False, payloads: Any = None
+    view: Any, step: Step, answer: Answer, layout: str, bound: int | None, *, late: bool = False, payloads: Any = None
 ) -> Any:
-    """A routing, its dispatch and its combine, by a group's own calls: what every integration is made of. bound: of a
-    dispatch of low latency, None: as many rows as come, which the host waits for. late: weights come with the combine.
-    payloads: of the dispatch."""
+    """A routing, its dispatch and its combine, by a group's own calls: what every integration is made of. answer: what
+    experts make of what comes. bound: of a dispatch of low latency, None: as many rows as come, which the host waits
+    for. late: weights come with the combine. payloads: of the dispatch."""
     handle = view.route(step.ids32, None if late else step.weights)
     if bound is None:
         view.exchange_counts(handle)
     came = view.dispatch(handle, step.x, payloads, layout=layout, bound=bound)
     weights = {"weights": step.weights} if late else {}
-    out = view.combine(handle, experts.blocks(came.tokens), layout=layout, **weights)
+    out = view.combine(handle, answer(came), layout=layout, **weights)
     give_back(handle)
     return out

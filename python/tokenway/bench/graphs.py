@@ -26,11 +26,14 @@ Call = Callable[[], Any]
 
 class Replay:
     """A captured graph on the current stream. Capturing is not collective, but peers must not be in an exchange with
-    this rank on the same device: memory may be allocated. `lead` and `body` enqueue; body makes `count` calls."""
+    this rank on the same device: memory may be allocated. `lead` and `body` enqueue; body makes `count` calls.
+
+    result: what body returned. Each replay writes it anew."""
 
     def __init__(self, lead: Call, body: Call, count: int = COUNT):
         import torch
 
+        self.result: Any = None
         self._stream = torch.cuda.current_stream()
         self._count = count
         self._inner = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
@@ -42,7 +45,7 @@ class Replay:
         def timed() -> None:
             lead()
             self._inner[0].record()
-            body()
+            self.result = body()
             self._inner[1].record()
 
         self._graph = captured(timed, self._stream)

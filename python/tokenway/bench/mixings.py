@@ -7,9 +7,9 @@ PyTorch.
     all-reduce      NCCL: all-gather; an all-reduce of all sums, of which a rank takes its own
     reduce-scatter  NCCL: all-gather; reduce-scatter
 
-The last two fill up to the largest rank. The last three have the same products as the first, after index_select and
-before index_add. In a graph they hold as many rows as may come, else the host waits for how many do, as it does in the
-first where there are many.
+The last two fill up to the largest rank. The last three gather rows, ids and weights in one call, and have the same
+products as the first, after index_select and before index_add. In a graph they hold as many rows as may come, else the
+host waits for how many do, as it does in the first where there are many.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenway.bench.framework_place import gathered
 from tokenway.bench.layer_case import Layer
 from tokenway.integrations import collectives
 from tokenway.pytorch.nn import balance_loss
@@ -63,11 +64,11 @@ class _Gathering(Mixing):
         made = self.layers[layer]
         ids, weights, probabilities = made.route(rows)
         balance_loss(probabilities, ids)  # as the layer of `tokenway.nn` has it, so that all ways do the same
-        sums = self._computed(made, *self._gather(rows, ids, weights))
+        sums = self._computed(made, *self._gather(rows, ids.int(), weights))
         return self._scatter(sums)[: len(rows)] + shared
 
     def _gather(self, rows: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of all ranks."""
+        """Those of all ranks, in one call. ids are int32."""
         raise NotImplementedError
 
     def _scatter(self, sums: Tensor) -> Tensor:
@@ -107,7 +108,10 @@ class ReduceScatter(_Gathering):
     """By PyTorch's calls of NCCL (gloo on the CPU)."""
 
     def _gather(self, rows: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _all(rows, 0, self), _all(ids, len(self._place) - 1, self), _all(weights, 0, self)
+        most, nobody = max(self.sizes), len(self._place) - 1
+        parts = [_filled(rows, most, 0), _filled(ids, most, nobody), _filled(weights, most, 0)]
+        one, two, three = gathered(parts, len(self.sizes))
+        return one, two, three
 
     def _scatter(self, sums: Tensor) -> Tensor:
         out = sums.new_empty(max(self.sizes), sums.shape[1])
@@ -124,14 +128,11 @@ class AllReduce(ReduceScatter):
         return sums[self.rank * most : (self.rank + 1) * most]
 
 
-def _all(rows: Tensor, value: float, mixing: Mixing) -> Tensor:
-    """Of all ranks, each filled up with a value."""
-    most = max(mixing.sizes)
-    if len(rows) < most:
-        rows = torch.cat([rows, rows.new_full((most - len(rows), *rows.shape[1:]), value)])
-    out = rows.new_empty((len(mixing.sizes) * most, *rows.shape[1:]))
-    dist.all_gather_into_tensor(out, rows.contiguous())
-    return out
+def _filled(rows: Tensor, most: int, value: float) -> Tensor:
+    """Filled up with a value."""
+    if len(rows) == most:
+        return rows
+    return torch.cat([rows, rows.new_full((most - len(rows), *rows.shape[1:]), value)])
 
 
 MIXINGS: dict[str, type[Mixing]] = {

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=number(1, MAX_RANKS), metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
     known = one_of((*PROFILES, "all"))
     profiles = f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)"
-    add("--profile", **listed(known, PROFILES), default=Settings.profiles, metavar="NAME", help=profiles)
+    add("--profile", **listed(known, PROFILES), metavar="NAME", help=profiles)
     routings = "all, or some of uniform, balanced, skewed, FILE.npz (default uniform)"
     add("--routing", **listed(_routing, GENERATORS), default=Settings.routings, metavar="NAME", help=routings)
     tokens = "per rank (default 1 8 128 512; on GPUs up to 4096)"

@@ -43,17 +43,21 @@ def exchange(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         for way, rivals in row["rivals"].items():
             for own in rivals or [""]:
-                line = [row["profile"], row["routing"], way, own]
-                kind, ours, theirs = _compared(row["us"], way, own)
-                times = f"{theirs / ours:.2f}x" if theirs is not None else ""
-                cells.append([*line, kind, str(row["tokens"]), _us(ours), _us(theirs), times])
-    return [*heads, "us", "its us", "times"], cells
+                cells.append([row["profile"], row["routing"], way, own, *_compared(row, way, own)])
+    return [*heads, "us", "bare us", "its us", "times", "its graph us"], cells
 
 
-def _compared(us: Row, way: str, own: str) -> tuple[str, float, float | None]:
-    """(how both were called, us of Tokenway's, us of the other): as graphs where both can be."""
-    kind = "graph" if "graph" in us[way] and "graph" in us.get(own, {"graph": None}) else "eager"
-    return kind, us[way][kind]["median"], us[own][kind]["median"] if own else None
+def _compared(row: Row, way: str, own: str) -> list[str]:
+    """How both were called, and the times: as graphs where both can be. The other's own graph stands beside where
+    Tokenway's way has none."""
+    us = row["us"]
+    none: Row = {}
+    ours, theirs, bare = us[way], us.get(own, none), us.get(DIRECT + way, none)
+    kind = "graph" if "graph" in ours and ("graph" in theirs or not own) else "eager"
+    median = ours[kind]["median"]
+    times = f"{theirs[kind]['median'] / median:.2f}x" if own else ""
+    alone = _us(theirs, "graph") if kind == "eager" else ""
+    return [kind, str(row["tokens"]), microseconds(median), _us(bare, kind), _us(theirs, kind), times, alone]
 
 
 def host(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -62,9 +66,9 @@ def host(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         for way, added in row.get("host_added_us", {}).items():
             ours, direct = row["us"][way], row["us"][DIRECT + way]
-            whole = row["waits"][way] or "host" not in ours
-            kind = "eager" if whole else "host"
-            told = "as a whole, with its wait" if whole else "the host alone"
+            # Older files have no kind, and are of GPUs.
+            kind = row["host_timed"][way] if "host_timed" in row else "eager" if row["waits"][way] else "host"
+            told = "the host alone" if kind == "host" else "as a whole, with its wait"
             times = [microseconds(each[kind]["median"]) for each in (ours, direct)]
             cells.append([row["profile"], row["routing"], way, told, str(row["tokens"]), *times, f"{added:.1f}"])
     return ["profile", "routing", "tokenway's", "timed", "tokens", "pair", "operations", "added"], cells
@@ -117,6 +121,11 @@ def notes(run: Run) -> list[str]:
     parts, told = run["frameworks"], []
     if "exchange" in parts:
         told += ["a pair is what a framework calls around its experts, which answer at once; each has another routing"]
+        if any("us" in row for row in parts["exchange"]["rows"]):
+            told += [
+                "bare us: the same operations, called on the group directly; its graph us: of a way that can be "
+                "captured where Tokenway's cannot"
+            ]
         told += parts["exchange"]["notes"]
         told += [f"not measured: {why}" for why in parts["exchange"]["missing"].values()]
         refused = {f"{name}: {why}" for row in parts["exchange"]["rows"] for name, why in row["refused"].items()}
@@ -143,5 +152,5 @@ def _sizes(row: Row) -> str:
     return " ".join(map(str, row["sizes"]))
 
 
-def _us(value: float | None) -> str:
-    return "" if value is None else microseconds(value)
+def _us(times: Row, kind: str) -> str:
+    return microseconds(times[kind]["median"]) if kind in times else ""
