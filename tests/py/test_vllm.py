@@ -392,8 +392,7 @@ def test_what_a_pair_asks_of_torch(ran, case) -> None:
         if case == "slots":
             assert asked == {ids[rank]: 1}
         else:
-            assert sorted(asked) == ["aten.empty.memory_format", "aten.slice.Tensor", "aten.squeeze.dim"]
-            assert sum(asked.values()) <= 8
+            assert list(asked) == ["aten.empty.memory_format"] and sum(asked.values()) <= 6
 
 
 @pytest.mark.parametrize("case", ["slots", "as many as come", "batched"])
