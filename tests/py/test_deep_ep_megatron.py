@@ -5,62 +5,44 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import megatron_ranks
 import pytest
-import test_megatron
 from deep_ep_ranks import attempt, begin, end
 from frameworks import mutated, need_devices, need_version, steps
 from harness import HANGS
-from test_megatron import PINNED, alone, config_of, gradients_of, spec_of, weigh
+from megatron_ranks import PINNED, Case, alone, batch, config_of, gradients_of, spec_of, trained, wanted_of, weigh
 
 import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-# name: (settings of Megatron, sequence length and batch of each rank)
-CASES: dict[str, tuple[dict[str, Any], tuple[tuple[int, int], tuple[int, int]]]] = {
-    "equal": ({}, ((5, 2), (5, 2))),
-    "uneven": ({}, ((6, 3), (1, 2))),
-    "more than there is room for": ({}, ((4, 1), (400, 2))),
-    "nothing for rank 0": ({}, ((4, 2), (1, 1))),
-    "dropped tokens": ({"moe_expert_capacity_factor": 0.5}, ((8, 2), (8, 2))),
-    "sigmoid scores": ({"moe_router_score_function": "sigmoid"}, ((5, 2), (5, 2))),
+# A dispatch and a combine, their backward passes, and the sum of the weights' gradients.
+STEPS = 5
+CASES = {
+    "equal": Case(),
+    "uneven": Case(sizes=((6, 3), (1, 2))),
+    "more than there is room for": Case(sizes=((4, 1), (400, 2))),
+    "nothing for rank 0": Case(sizes=((4, 2), (1, 1)), unchosen=True),
+    "dropped tokens": Case({"moe_expert_capacity_factor": 0.5}, sizes=((8, 2), (8, 2))),
+    "sigmoid scores": Case({"moe_router_score_function": "sigmoid"}),
 }
 
 
 def run_case(of_one: Any, device: Any, case: str, rank: int) -> dict[str, Any]:
     """A layer on both ranks, forward and backward, and Megatron's own on this one, which sees both batches."""
-    settings, sizes = CASES[case]
-    test_megatron.CASES[case] = settings, {}, sizes  # where its `batch` finds sizes
-    config = config_of(2, **settings)
+    config = config_of(2, **CASES[case].settings)
     config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "deepep"
     layer = spec_of()(config=config, layer_number=1).to(device)
-    weigh(layer, 2 * rank, case)
+    weigh(layer, 2 * rank, CASES[case].unchosen)
     before = steps()
-    found = test_megatron.trained(layer, test_megatron.batch(case, rank).to(device))
+    found = trained(layer, batch(CASES[case], rank).to(device))
     found["experts"], found["steps"] = gradients_of(layer), steps() - before
-    own = spec_of()(config=config_of(1, **settings), layer_number=1, pg_collection=of_one).to(device)
-    weigh(own, 0, case)
-    every, wanted, rows = [], {}, 0
-    for source in range(2):
-        each = test_megatron.trained(own, test_megatron.batch(case, source).to(device))
-        every.append(gradients_of(own)[4 * rank : 4 * rank + 4])
-        rows = rows + each["rows"][2 * rank : 2 * rank + 2]
-        wanted = each if source == rank else wanted
-    wanted["rows"], wanted["experts"] = rows, [sum(pair) for pair in zip(*every, strict=True)]
+    wanted = wanted_of(of_one, CASES[case], rank) | {"steps": STEPS}
     return {"found": found, "wanted": wanted, "dispatcher": type(layer.token_dispatcher).__name__}
 
 
 def judge(ranks: list[dict[str, Any]]) -> None:
-    for each in ranks:
-        assert isinstance(each, dict), each
-        found, wanted = each["found"], each["wanted"]
-        assert (found["rows"] == wanted["rows"]).all()
-        # A dispatch and a combine, their backward passes, and the sum of the weights' gradients.
-        assert found["steps"] == 5 and each["dispatcher"] == "MoEFlexTokenDispatcher"
-        for name in ("out", "x", "router"):
-            test_megatron.close(found[name], wanted[name])
-        for one, other in zip(found["experts"], wanted["experts"], strict=True):
-            test_megatron.close(one, other)
+    megatron_ranks.judge(ranks, "MoEFlexTokenDispatcher")
 
 
 # name: (text of normal.py, what a later hand may make of it)

@@ -17,7 +17,6 @@ from tokenway.integrations.by_expert import ByExpert
 _HOW = "tokenway.integrations.megatron.through_tokenway(spec, max_tokens=...) or (equal=True)"
 # What Megatron has its dispatchers do, and this one does not.
 _REFUSED = (
-    "moe_shared_expert_overlap",
     "moe_pad_expert_input_to_capacity",
     "moe_router_padding_for_quantization",
     "overlap_moe_expert_parallel_comm",  # and what Megatron has only with it
@@ -53,6 +52,8 @@ class TokenwayMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection)
         sizes = groups.Sizes(equal=not config.variable_seq_lengths) if sizes is None else sizes
         self.token_dispatcher = Dispatcher(config, pg_collection, sizes, timeout)
+        if self.use_shared_expert and self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """As Megatron's, but that peers hear of it where experts raise."""
@@ -79,7 +80,10 @@ def _refuse_graphs(config: Any) -> None:
 
 class Dispatcher(MoETokenDispatcher):
     """Rows by expert, each with its probability, and sums back. Keeps what is between its calls, as Megatron's do: a
-    layer calls them in turn."""
+    layer calls them in turn.
+
+    Shared experts that it was given (`set_shared_experts`) compute on a stream of their own: their first product beside
+    the dispatch, their second beside the combine. It calls their parts where Megatron's all-to-all dispatcher does."""
 
     def __init__(self, config: Any, pg_collection: Any, sizes: groups.Sizes, timeout: float | None):
         super().__init__(config, pg_collection)
@@ -98,6 +102,8 @@ class Dispatcher(MoETokenDispatcher):
         # The first expert has the largest number, and what was not chosen 0, so that experts come in their order.
         found, chosen = (routing_map * self._order).topk(self.config.moe_router_topk, dim=1)
         self._ids = chosen.masked_fill(found == 0, -1)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         return hidden_states.reshape(-1, self._shape[-1]), probs.gather(1, chosen)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,6 +118,9 @@ class Dispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [R, H] by expert, how many each has, [L] int64 on the host, and their probabilities [R]."""
+        if self.shared_experts is not None:
+            # With what the dispatch brought: in the backward pass that returns before the product's gradients are made.
+            self.shared_experts.linear_fc1_forward_and_act(hidden_states)
         counts = torch.from_numpy(self.routed.handle.expert_rows).long()  # the host has waited for them before
         used = ByExpert.used(self.routed)
         return hidden_states[:used], counts, probs[:used]
@@ -126,5 +135,9 @@ class Dispatcher(MoETokenDispatcher):
         return ByExpert.combine(routed, hidden_states)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> [S, B, H]."""
-        return hidden_states.view(self._shape)
+        """[T, H] -> [S, B, H], with what shared experts made of the tokens."""
+        if self.shared_experts is None:
+            return hidden_states.view(self._shape)
+        self.shared_experts.linear_fc2_forward(hidden_states)
+        self.shared_experts.post_forward_comm()
+        return hidden_states.view(self._shape) + self.shared_experts.get_output()
