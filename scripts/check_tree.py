@@ -129,6 +129,7 @@ NEEDS_TORCH |= {
 NEEDS_TORCH |= {
     f"tokenway.integrations.{name}"
     for name in (
+        "by_capacity",
         "by_expert",
         "collectives",
         "expert_rows",

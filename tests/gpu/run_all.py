@@ -90,6 +90,7 @@ FRAMEWORKS = (
     "transformers",
     "transformers_graphs",
     "megatron",
+    "megatron_capacity",
     "megatron_shared",
     "flashinfer",
     "torchtitan",

@@ -26,6 +26,7 @@ class Case:
     sizes: tuple[tuple[int, int], tuple[int, int]] = ((5, 2), (5, 2))  # sequence length and batch of each rank
     own: dict[str, Any] = field(default_factory=dict)  # of Megatron on one rank, where they are others
     unchosen: bool = False  # tokens are positive, and nobody chooses rank 0's experts
+    rows: int | None = None  # that each expert is given, where Megatron's own is given others
     steps: int = 4  # of Tokenway, forward and backward
 
 
@@ -200,6 +201,7 @@ def wanted_of(of_one: Any, case: Case, rank: int, turn: int = 0) -> dict[str, An
         every.append(gradients_of(own)[4 * rank : 4 * rank + 4])
         rows = rows + each["rows"][2 * rank : 2 * rank + 2]
         wanted = each if source == rank else wanted
+    rows = rows if case.rows is None else np.full_like(rows, case.rows)
     return wanted | {"rows": rows, "experts": [sum(pair) for pair in zip(*every, strict=True)]}
 
 

@@ -104,7 +104,10 @@ def unsupported() -> dict[str, Any]:
     asked, router = "^cuda_graph_impl is 'local', and cuda_graph_scope ", ["moe_router", "moe_preprocess"]
     moe, parts = [CudaGraphScope.attn, CudaGraphScope.moe], [CudaGraphScope[name] for name in router]
     return {
-        "padded": (unlike(moe_pad_expert_input_to_capacity=True), "^moe_pad_expert_input_to_capacity must not be set"),
+        "padded": (
+            unlike(moe_router_padding_for_quantization=True),
+            "^moe_router_padding_for_quantization must not be set",
+        ),
         "overlap": (unlike(overlap_moe_expert_parallel_comm=True), "^overlap_moe_expert_parallel_comm must not be set"),
         "delayed": (unlike(delay_wgrad_compute=True), "^delay_wgrad_compute must not be set"),
         "the layer": (unlike(cuda_graph_impl="local", cuda_graph_scope=[]), asked + r"\[\]; "),

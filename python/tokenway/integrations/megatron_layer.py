@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_capacity, get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 import tokenway as tw
 from tokenway.integrations import groups
+from tokenway.integrations.by_capacity import ByCapacity, Padded
 from tokenway.integrations.by_expert import ByExpert
 
 _HOW = "tokenway.integrations.megatron.through_tokenway(spec, max_tokens=...) or (equal=True)"
 # What Megatron has its dispatchers do, and this one does not.
 _REFUSED = (
-    "moe_pad_expert_input_to_capacity",
     "moe_router_padding_for_quantization",
     "overlap_moe_expert_parallel_comm",  # and what Megatron has only with it
     "delay_wgrad_compute",
@@ -88,10 +88,12 @@ class Dispatcher(MoETokenDispatcher):
     def __init__(self, config: Any, pg_collection: Any, sizes: groups.Sizes, timeout: float | None):
         super().__init__(config, pg_collection)
         self._sizes, self._timeout = sizes, timeout
-        self._exchange: ByExpert | None = None  # until the first call, which knows the device
+        self._padding: bool = config.moe_pad_expert_input_to_capacity
+        self._exchange: Any = None  # until the first call, which knows the device
         self._shape: torch.Size | None = None
         self._ids: Tensor | None = None
         self._order: Tensor | None = None  # [E] int32: E down to 1
+        self._padded: Padded | None = None
         self.routed: Any = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +101,10 @@ class Dispatcher(MoETokenDispatcher):
         self._shape = hidden_states.shape
         if self._order is None or len(self._order) != routing_map.shape[1]:
             self._order = torch.arange(routing_map.shape[1], 0, -1, dtype=torch.int32, device=routing_map.device)
+        if self._padding:
+            # A router that pads marks tokens that did not choose an expert, with a probability of 0: more than K of a
+            # token, and rows of nothing in results and gradients alike. They stay where they are.
+            routing_map = routing_map & (probs != 0)
         # The first expert has the largest number, and what was not chosen 0, so that experts come in their order.
         found, chosen = (routing_map * self._order).topk(self.config.moe_router_topk, dim=1)
         self._ids = chosen.masked_fill(found == 0, -1)
@@ -107,12 +113,12 @@ class Dispatcher(MoETokenDispatcher):
         return hidden_states.reshape(-1, self._shape[-1]), probs.gather(1, chosen)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """To the experts' ranks: two steps of the expert-parallel group."""
+        """To the experts' ranks: two steps of the expert-parallel group, or one where rows are padded."""
         if self._exchange is None:
             peers = groups.of(self.ep_group, device=hidden_states.device, timeout=self._timeout)
+            mode, way = ("low_latency", ByCapacity) if self._padding else ("high_throughput", ByExpert)
             experts, top_k = self.config.num_moe_experts, self.config.moe_router_topk
-            shared = peers.shared(experts=experts, top_k=top_k, mode="high_throughput")
-            self._exchange = ByExpert(shared, self._sizes, _HOW)
+            self._exchange = way(peers.shared(experts=experts, top_k=top_k, mode=mode), self._sizes, _HOW)
         self.routed = self._exchange.dispatch(hidden_states, self._ids, probs)
         return self.routed.tokens, self.routed.weights
 
@@ -121,9 +127,20 @@ class Dispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             # With what the dispatch brought: in the backward pass that returns before the product's gradients are made.
             self.shared_experts.linear_fc1_forward_and_act(hidden_states)
+        if self._padding:
+            capacity = self._capacity(hidden_states.shape[1])
+            self._padded = ByCapacity.padded(self.routed, hidden_states, probs, capacity)
+            experts = self.routed.handle.group.num_local_experts
+            counts = torch.full((experts,), hidden_states.shape[0] * capacity)
+            return self._padded.rows, counts, self._padded.weights
         counts = torch.from_numpy(self.routed.handle.expert_rows).long()  # the host has waited for them before
         used = ByExpert.used(self.routed)
         return hidden_states[:used], counts, probs[:used]
+
+    def _capacity(self, tokens: int) -> int:
+        """Most rows of an expert from a rank with so many tokens: as the router has it, and a token is one row."""
+        choices, factor = tokens * self.config.moe_router_topk, self.config.moe_expert_capacity_factor
+        return min(get_capacity(choices, self.config.num_moe_experts, factor), tokens)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Rows go back as experts returned them."""
@@ -132,6 +149,9 @@ class Dispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """[R, H] -> [T, H], summed where tokens came from: a step of the expert-parallel group."""
         routed, self.routed = self.routed, None
+        padded, self._padded = self._padded, None
+        if padded is not None:
+            return ByCapacity.combine(routed, padded, hidden_states)
         return ByExpert.combine(routed, hidden_states)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:

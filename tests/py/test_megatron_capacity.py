@@ -1,0 +1,138 @@
+"""Megatron's layers whose experts are given a fixed number of rows (`moe_pad_expert_input_to_capacity`), over two ranks
+through Tokenway, against Megatron's own layer on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from frameworks import attempt, here, need_devices, need_version
+from harness import AT_ONCE, HANGS, said
+from megatron_ranks import (
+    MOST,
+    PINNED,
+    Case,
+    batch,
+    begin_megatron,
+    judge,
+    layer_of,
+    mutant,
+    run_case,
+    timed,
+    trained,
+)
+from test_megatron import FAILING
+from test_megatron_shared import GATED
+
+import tokenway as tw
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+SAID = {"max_tokens": MOST}
+
+
+def padded(factor: float, **settings: Any) -> dict[str, Any]:
+    """Of Megatron: with 4 experts and 2 choices a token, an expert takes factor / 2 of a rank's tokens."""
+    return {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True} | settings
+
+
+CASES = {
+    "equal": Case(padded(1.0)),
+    "room for half": Case(padded(0.5), sizes=((8, 2), (8, 2))),
+    "room for more": Case(padded(1.5)),
+    "room for all": Case(padded(2.0)),
+    "room for more than all": Case(padded(3.0)),
+    "against its all-to-all": Case(padded(0.75, **ALL_TO_ALL), sizes=((8, 2), (8, 2))),
+    "by position": Case(padded(0.5, moe_token_drop_policy="position"), sizes=((8, 2), (8, 2))),
+    "by position, its all-to-all": Case(padded(0.75, moe_token_drop_policy="position", **ALL_TO_ALL)),
+    "sigmoid scores": Case(padded(1.0, moe_router_score_function="sigmoid")),
+    "longer": Case(padded(1.25), sizes=((300, 2), (300, 2))),
+    "equal and said": Case(padded(1.0), {"max_tokens": MOST, "equal": True}),
+    # Megatron's capacity follows from a rank's own tokens; where these differ, from the most that were said.
+    "uneven": Case(padded(1.0), SAID, ((6, 3), (1, 2)), rows=MOST),
+    "no tokens on rank 1": Case(padded(1.0), SAID, ((6, 3), (0, 2)), rows=MOST),
+    "nothing for rank 0": Case(padded(1.0), SAID, ((4, 2), (1, 1)), rows=MOST, unchosen=True),
+    "with shared experts": Case(padded(1.0, **GATED)),
+}
+ROWS = "return self._padded.rows, counts, self._padded.weights"
+# name: (text of megatron_layer.py, what a later hand may make of it, the case whose test must fail)
+MUTATIONS = {
+    "a row off by one": (ROWS, ROWS.replace(".rows", ".rows.roll(1, 0)"), "equal"),
+    "weights 2 % off": ("probs.gather(1, chosen)", "probs.gather(1, chosen) * 1.02", "uneven"),
+    "ids off by one rank": ("chosen.masked_fill(", "((chosen + 2) % 4).masked_fill(", "equal"),
+    "rows of nothing go out": ("routing_map & (probs != 0)", "routing_map", "room for all"),
+    "a place less": ("self.config.num_moe_experts, factor), tokens)", "8, factor), tokens)", "room for more"),
+}
+
+
+def failing(adapter: Any, rank: int, experts: Any) -> Any:
+    """Rank 1's experts do something else: what each is told, and how long it took."""
+    layer = layer_of(adapter, CASES["uneven"], rank)
+    kept = layer.experts.forward
+    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
+    return timed(trained, layer, batch(CASES["uneven"], rank).to(here()))
+
+
+def rank_main(store: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    rank, of_one = begin_megatron(store)
+    from tokenway.integrations import groups, megatron
+
+    found: dict[str, Any] = {name: attempt(run_case, megatron, of_one, case, rank) for name, case in CASES.items()}
+    found["modes"] = [each.settings["mode"] for peers in groups.living() for each in peers.groups.values()]
+    unlike = Case(padded(1.0), {"equal": True}, ((3, 1), (4, 1)))  # both fit, so nobody must grow
+    found["unlike"] = timed(trained, layer_of(megatron, unlike, rank), batch(unlike, rank).to(here()))
+    for name, (experts, *_) in FAILING.items():
+        found[name] = failing(megatron, rank, experts)
+    found["after"] = attempt(run_case, megatron, of_one, CASES["uneven"], rank)
+    for mutation, (old, new, case) in MUTATIONS.items():
+        found[mutation] = attempt(run_case, mutant(old, new), of_one, CASES[case], rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    need_version("megatron-core", PINNED)
+    need_devices()
+    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("capacity") / "store"), timeout=6 * HANGS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(ran, case) -> None:
+    """As on one rank: how many rows experts are given, outputs, and gradients of tokens, router and experts."""
+    judge([found[case] for found in ran])
+
+
+def test_no_counts_are_exchanged(ran) -> None:
+    """A group of low latency has no exchange of counts, on which the host would wait."""
+    assert all(found["modes"] == ["low_latency"] for found in ran)
+
+
+def test_ranks_said_to_be_equal_that_are_not(ran) -> None:
+    for told, took in (found["unlike"] for found in ran):
+        said(told, "BoundMismatch", "bound")
+        assert took < AT_ONCE
+
+
+@pytest.mark.parametrize("experts", FAILING)
+def test_a_rank_whose_experts_fail(ran, experts) -> None:
+    """Or give other rows than they were given: it is told, as its peers are at once; the next pass is right."""
+    (first, took), (second, _) = (found[experts] for found in ran)
+    said(second, *FAILING[experts][1:])
+    said(first, "PeerRefused", "rank 1")
+    assert took < AT_ONCE
+    judge([found["after"] for found in ran])
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(ran, mutation) -> None:
+    """An adapter that is wrong fails the test of its case."""
+    outcomes = [found[mutation] for found in ran]
+    assert all(isinstance(each, dict) for each in outcomes), outcomes
+    with pytest.raises(AssertionError):
+        judge(outcomes)
