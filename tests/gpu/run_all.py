@@ -91,6 +91,7 @@ FRAMEWORKS = (
     "transformers_graphs",
     "megatron",
     "megatron_capacity",
+    "megatron_graphs",
     "megatron_shared",
     "flashinfer",
     "torchtitan",

@@ -46,12 +46,12 @@ class Stream:
         """Nothing is under way."""
 
 
-def begin_megatron(store: str) -> tuple[int, Any]:
+def begin_megatron(store: str, blocking: bool = True) -> tuple[int, Any]:
     """(rank, process groups of this rank alone), with experts shared by the two ranks. On the CPU it has streams that
     are none, since Megatron's all-to-all dispatcher and its shared experts make some."""
     import torch
 
-    rank, device = begin(store, 2)
+    rank, device = begin(store, 2, blocking)
     if device.type == "cpu":
         torch.cuda.current_device = lambda: "cpu"  # where Megatron's router has its parameters: on the current device
         only = Stream()

@@ -101,17 +101,15 @@ def unsupported() -> dict[str, Any]:
     """Configs that a layer refuses, each with the beginning of the sentence."""
     from megatron.core.transformer.enums import CudaGraphScope
 
-    asked, router = "^cuda_graph_impl is 'local', and cuda_graph_scope ", ["moe_router", "moe_preprocess"]
-    moe, parts = [CudaGraphScope.attn, CudaGraphScope.moe], [CudaGraphScope[name] for name in router]
+    asked, moe = "^cuda_graph_impl is 'local', and cuda_graph_scope ", [CudaGraphScope.attn, CudaGraphScope.moe]
+    quantised = "moe_router_padding_for_quantization"
+    whole = [CudaGraphScope.full_iteration]
     return {
-        "padded": (
-            unlike(moe_router_padding_for_quantization=True),
-            "^moe_router_padding_for_quantization must not be set",
-        ),
+        "padding": (unlike(**{quantised: True}), f"^{quantised} must not be set"),
         "overlap": (unlike(overlap_moe_expert_parallel_comm=True), "^overlap_moe_expert_parallel_comm must not be set"),
         "delayed": (unlike(delay_wgrad_compute=True), "^delay_wgrad_compute must not be set"),
         "the layer": (unlike(cuda_graph_impl="local", cuda_graph_scope=[]), asked + r"\[\]; "),
-        "its router": (unlike(cuda_graph_impl="local", cuda_graph_scope=parts), asked + rf"\{router}; "),
+        "all": (unlike(cuda_graph_impl="local", cuda_graph_scope=whole), asked + r"\['full_iteration'\]; "),
         "its experts": (unlike(cuda_graph_impl="local", cuda_graph_scope=moe), asked + r"\['attn', 'moe'\]; "),
         "as said before": (
             unlike(external_cuda_graph=True),
@@ -120,22 +118,35 @@ def unsupported() -> dict[str, Any]:
     }
 
 
+def graphed() -> dict[str, Any]:
+    """Configs with CUDA graphs that a layer does not refuse."""
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    parts = {
+        "attention": [CudaGraphScope.attn],
+        "its router": [CudaGraphScope.moe_router, CudaGraphScope.moe_preprocess],
+    }
+    fixed = {"the layer": [], "its experts": [CudaGraphScope.moe], "all": [CudaGraphScope.full_iteration]}
+    found = {name: unlike(cuda_graph_impl="local", cuda_graph_scope=scope) for name, scope in parts.items()}
+    for name, scope in fixed.items():
+        found[name] = unlike(cuda_graph_impl="local", cuda_graph_scope=scope, **padded)
+    return found
+
+
 def rank_main(store: str) -> Any:
     import torch
     import torch.distributed as dist
 
     rank, of_one = begin_megatron(store)
     device = here()
-    from megatron.core.transformer.enums import CudaGraphScope
-
     from tokenway.integrations import groups, megatron
 
     found: dict[str, Any] = {name: attempt(run_case, megatron, of_one, case, rank) for name, case in CASES.items()}
     found["groups"] = [len(peers.groups) for peers in groups.living()]
     wrong = unsupported().items()
     found["unsupported"] = {name: (attempt(built, megatron, config), said_of) for name, (config, said_of) in wrong}
-    graphed = unlike(cuda_graph_impl="local", cuda_graph_scope=[CudaGraphScope.attn])
-    found["graphs of attention"] = attempt(built, megatron, graphed)
+    found["graphed"] = {name: attempt(built, megatron, config) for name, config in graphed().items()}
     found["refused"] = [attempt(megatron.through_tokenway, spec_of().submodules.experts)]
     unsaid = spec_of(megatron)(config=unlike(variable_seq_lengths=True), layer_number=1).to(device)
     found["refused"].append(attempt(unsaid, batch(CASES["uneven"], rank).to(device)))
@@ -179,7 +190,7 @@ def test_what_is_refused(ran) -> None:
     for rank, found in enumerate(ran):
         for told, sentence in found["unsupported"].values():
             said(told, "Unsupported", sentence)
-        assert found["graphs of attention"] == "TokenwayMoELayer"
+        assert found["graphed"] == dict.fromkeys(found["graphed"], "TokenwayMoELayer") and len(found["graphed"]) == 5
         no_layer, unsaid, many = found["refused"]
         said(no_layer, "InvalidArgument", "^spec has no MoELayer")
         said(unsaid, "InvalidUsage", r"say how many a rank has at most.*through_tokenway\(spec, max_tokens")

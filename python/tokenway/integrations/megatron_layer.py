@@ -23,8 +23,8 @@ _REFUSED = (
     "delay_wgrad_compute",
     "ep_overlap_early_attn_memory_release",
 )
-# Parts of a model whose graph would hold the exchange or what precedes it. A replay does not call the dispatcher there.
-_GRAPHED = ("full", "full_iteration", "moe", "moe_router", "moe_preprocess")
+# Parts of a model whose graph holds the exchange. That of the router, and of what precedes the exchange, gives ids.
+_GRAPHED = ("full", "full_iteration", "moe")
 
 
 class TokenwayMoELayer(MoELayer):
@@ -62,8 +62,10 @@ class TokenwayMoELayer(MoELayer):
 
 
 def _refuse_graphs(config: Any) -> None:
-    """Raises Unsupported for CUDA graphs of Megatron's that this layer would be in, or its router: replays would go by
-    the choices that were captured."""
+    """Raises Unsupported for CUDA graphs of Megatron's that the exchange would be in, unless all sizes in it are fixed:
+    a replay would have room for what was captured, and not for what comes."""
+    if config.moe_pad_expert_input_to_capacity:
+        return
     names = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
     given = {name: getattr(config, name, None) for name in names}
     asked = [f"{name} is {value!r}" for name, value in given.items() if value not in (None, False, "none")]
@@ -73,8 +75,8 @@ def _refuse_graphs(config: Any) -> None:
     if asked and (not parts or not set(parts).isdisjoint(_GRAPHED)):
         told = f"{' and '.join(asked)}, and cuda_graph_scope {parts}"
         raise tw.Unsupported(
-            f"{told}; the scope must name other parts than {', '.join(_GRAPHED)}, or cuda_graph_impl be 'none': "
-            "Tokenway's exchange is in no graph of Megatron's"
+            f"{told}; the scope must name other parts than {', '.join(_GRAPHED)}, moe_pad_expert_input_to_capacity be "
+            "set, or cuda_graph_impl be 'none': as many rows come as routers choose, which a graph cannot follow"
         )
 
 
@@ -91,7 +93,9 @@ class Dispatcher(MoETokenDispatcher):
         self._padding: bool = config.moe_pad_expert_input_to_capacity
         self._exchange: Any = None  # until the first call, which knows the device
         self._shape: torch.Size | None = None
-        self._ids: Tensor | None = None
+        self.ids: Tensor | None = None  # [T, K] int64, -1 for none
+        # What Megatron's graphs give beside the results of `dispatch_preprocess`, which a replay does not call.
+        self.cudagraph_attrs = ["ids"]
         self._order: Tensor | None = None  # [E] int32: E down to 1
         self._padded: Padded | None = None
         self.routed: Any = None
@@ -107,10 +111,16 @@ class Dispatcher(MoETokenDispatcher):
             routing_map = routing_map & (probs != 0)
         # The first expert has the largest number, and what was not chosen 0, so that experts come in their order.
         found, chosen = (routing_map * self._order).topk(self.config.moe_router_topk, dim=1)
-        self._ids = chosen.masked_fill(found == 0, -1)
+        self.ids = chosen.masked_fill(found == 0, -1)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return hidden_states.reshape(-1, self._shape[-1]), probs.gather(1, chosen)
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """As of Megatron's dispatchers."""
+        super().set_shared_experts(shared_experts)
+        gate = ["shared_experts.gate_score"] * shared_experts.use_shared_expert_gate
+        self.cudagraph_attrs += [*gate, "shared_experts.cached_fc1_input"]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """To the experts' ranks: two steps of the expert-parallel group, or one where rows are padded."""
@@ -119,7 +129,7 @@ class Dispatcher(MoETokenDispatcher):
             mode, way = ("low_latency", ByCapacity) if self._padding else ("high_throughput", ByExpert)
             experts, top_k = self.config.num_moe_experts, self.config.moe_router_topk
             self._exchange = way(peers.shared(experts=experts, top_k=top_k, mode=mode), self._sizes, _HOW)
-        self.routed = self._exchange.dispatch(hidden_states, self._ids, probs)
+        self.routed = self._exchange.dispatch(hidden_states, self.ids, probs)
         return self.routed.tokens, self.routed.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
