@@ -133,6 +133,7 @@ NEEDS_TORCH |= {
         "by_expert",
         "collectives",
         "expert_rows",
+        "fp8_rows",
         "groups",
         "low_latency",
         "megatron_layer",

@@ -91,6 +91,7 @@ FRAMEWORKS = (
     "transformers_graphs",
     "megatron",
     "megatron_capacity",
+    "megatron_fp8",
     "megatron_graphs",
     "megatron_shared",
     "flashinfer",

@@ -11,6 +11,8 @@ import numpy as np
 from frameworks import attempt, begin, here, mutated, steps, whole, within
 from harness import PATIENT
 
+import tokenway as tw
+
 PINNED = "0.16.1"
 EXPERTS, TOP_K, HIDDEN, MOST = 4, 2, 16, 24
 # As far as products of other numbers of rows, and sums over experts in another order, differ in float32.
@@ -141,7 +143,7 @@ def batch(case: Case, rank: int, turn: int = 0) -> Any:
 
     length, sequences = case.sizes[rank]
     rng = torch.Generator().manual_seed(20 + rank + 100 * turn)
-    x = torch.randn(length, sequences, HIDDEN, generator=rng)
+    x = torch.randn(length, sequences, case.settings.get("hidden_size", HIDDEN), generator=rng)
     return x.abs() if case.unchosen else x
 
 
@@ -189,7 +191,26 @@ def own_layer(of_one: Any, case: Case) -> Any:
     config = config_of(1, **(case.settings | case.own))
     own = spec_of()(config=config, layer_number=1, pg_collection=of_one).to(here())
     weigh(own, 0, case.unchosen)
+    own = quantised_rows(own) if case.said.get("fp8_rows") else own
     return take_none(own) if (0, 2) in case.sizes else own
+
+
+def quantised_rows(own: Any) -> Any:
+    """Megatron's own layer, whose experts are given what quantising leaves of their rows."""
+    import torch
+
+    class Quantised(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any) -> Any:
+            return tw.dequantize_fp8(*tw.quantize_fp8(rows)).to(rows.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, rows: Any) -> Any:
+            return rows
+
+    kept = own.experts.forward
+    own.experts.forward = lambda rows, *told: kept(Quantised.apply(rows), *told)
+    return own
 
 
 def wanted_of(of_one: Any, case: Case, rank: int, turn: int = 0) -> dict[str, Any]:

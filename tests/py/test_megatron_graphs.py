@@ -35,6 +35,7 @@ CASES = {
     "room for half": Case(padded(0.5), sizes=((8, 2), (8, 2))),
     "uneven": Case(padded(1.0), {"max_tokens": MOST}, ((6, 3), (1, 2))),
     "with shared experts": Case(padded(1.0, **GATED)),
+    "fp8 rows": Case(padded(0.5), {"fp8_rows": True}, ((8, 2), (8, 2))),
 }
 PARTS = {"dropless": Case(), "dropped tokens": Case({"moe_expert_capacity_factor": 0.5}), "padded": Case(padded(1.0))}
 # What asks the device for numbers, or for sizes that follow from them.

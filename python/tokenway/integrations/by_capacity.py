@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 import tokenway as tw
 from tokenway import autograd
+from tokenway.integrations.fp8_rows import bring, wire_of
 from tokenway.integrations.groups import SharedGroup, Sizes
 from tokenway.pytorch import autograd as steps
 from tokenway.pytorch import gradients
@@ -42,11 +43,11 @@ class ByCapacity:
     summed, in two calls.
 
     shared: of the mode "low_latency". sizes: what ranks know of each other's batches; how: in which words a user gives
-    them."""
+    them. fp8_rows: rows travel to their experts as fp8, and back as they are."""
 
-    def __init__(self, shared: SharedGroup, sizes: Sizes, how: str):
+    def __init__(self, shared: SharedGroup, sizes: Sizes, how: str, fp8_rows: bool = False):
         self.shared = shared
-        self._sizes, self._how = sizes, how
+        self._sizes, self._how, self._fp8_rows = sizes, how, fp8_rows
 
     def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
         """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
@@ -57,9 +58,12 @@ class ByCapacity:
         room = max(self._sizes.room(len(tokens), self._how), 1)
         group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
         bound = max(len(tokens), 1) if self._sizes.equal else room
-        with gradients.telling(partial(group.refuse_routing, "rank_major", bound)):
+        wire = wire_of(self.shared, tokens.shape[1], room) if self._fp8_rows else None
+        with gradients.telling(partial((wire or group).refuse_routing, "rank_major", bound)):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()
+        if wire is not None:
+            return bring(group, wire, tokens, ids, weights, "rank_major", bound)
         return steps.bring(group, tokens, ids, weights, "rank_major", bound, fill=False)
 
     @staticmethod

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import tokenway as tw
 from tokenway import autograd
+from tokenway.integrations.fp8_rows import bring, wire_of
 from tokenway.integrations.groups import SharedGroup, Sizes
 from tokenway.pytorch import gradients
 
@@ -18,11 +19,11 @@ class ByExpert:
     """Tokens to their experts, and what experts make of them back and summed, in two calls.
 
     shared: of the mode "high_throughput". sizes: what ranks know of each other's batches; how: in which words a user
-    gives them."""
+    gives them. fp8_rows: rows travel to their experts as fp8, and back as they are."""
 
-    def __init__(self, shared: SharedGroup, sizes: Sizes, how: str):
+    def __init__(self, shared: SharedGroup, sizes: Sizes, how: str, fp8_rows: bool = False):
         self.shared = shared
-        self._sizes, self._how = sizes, how
+        self._sizes, self._how, self._fp8_rows = sizes, how, fp8_rows
 
     def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
         """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
@@ -31,9 +32,12 @@ class ByExpert:
         `SharedGroup.with_room`; InvalidUsage without sizes; InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
         group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
-        with gradients.telling(partial(group.refuse_routing, "grouped")):
+        wire = wire_of(self.shared, tokens.shape[1], room) if self._fp8_rows else None
+        with gradients.telling(partial((wire or group).refuse_routing, "grouped")):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()
+        if wire is not None:
+            return bring(group, wire, tokens, ids, weights, "grouped", None)
         return autograd.dispatch(group, tokens, ids, weights, layout="grouped")
 
     @staticmethod

@@ -20,7 +20,12 @@ LEAST, BELOW, LEAST_TORCH = "0.16.1", "0.17", "2.7"
 
 
 def through_tokenway(
-    spec: Any, *, max_tokens: int | None = None, equal: bool | None = None, timeout: float | None = None
+    spec: Any,
+    *,
+    max_tokens: int | None = None,
+    equal: bool | None = None,
+    timeout: float | None = None,
+    fp8_rows: bool = False,
 ) -> Any:
     """A copy of a spec, in which every MoELayer exchanges its tokens through Tokenway: a ModuleSpec of one, of a layer
     or a block that has one, or TransformerBlockSubmodules. Not collective; all ranks call it alike.
@@ -29,12 +34,16 @@ def through_tokenway(
     config says `variable_seq_lengths`); or max_tokens, the most of a rank (sequences times length, divided by the ranks
     that share a sequence). Where ranks that count as equal are not, one that must grow and the others wait for each
     other until the timeout, after which the group is finished: say max_tokens then. timeout: seconds after which a late
-    rank is an error (default 100).
+    rank is an error (default 100). fp8_rows: rows travel to their experts as e4m3 with a float32 scale for each 128
+    elements, alike on all ranks; experts are given rows of the dtype that they had, gradients pass straight through,
+    and what returns, forward and backward, is of that dtype.
 
     Megatron builds the dispatcher that its config names first; it is not used. Comms and groups are made in the first
     forward pass, and grow in one that has more tokens than all before (`tokenway.integrations.groups`): collective
     among the expert-parallel group. All layers share a group. Errors: Unsupported, which names the versions, where
     Megatron or PyTorch is missing, too old or too new; InvalidArgument for a spec without an MoELayer."""
+    if not isinstance(fp8_rows, bool):
+        raise InvalidArgument.of("fp8_rows", f"is {fp8_rows!r}; it must be True or False")
     supported.check("torch", LEAST_TORCH, None, "megatron")
     supported.check("megatron-core", LEAST, BELOW, "megatron")
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -43,7 +52,7 @@ def through_tokenway(
     from tokenway.integrations.megatron_layer import TokenwayMoELayer
 
     sizes = Sizes(max_tokens, bool(equal))
-    said = {"sizes": None if equal is None and max_tokens is None else sizes, "timeout": timeout}
+    said = {"sizes": None if equal is None and max_tokens is None else sizes, "timeout": timeout, "fp8_rows": fp8_rows}
     copied = deepcopy(spec)
     found = [each for each in _specs(copied) if each.module is MoELayer]
     if not found:

@@ -29,7 +29,8 @@ _GRAPHED = ("full", "full_iteration", "moe")
 
 class TokenwayMoELayer(MoELayer):
     """An MoELayer whose `token_dispatcher` is Tokenway's. sizes: what ranks know of each other's batches, None: as the
-    config says; timeout: in seconds. Errors: Unsupported for settings that it does not follow."""
+    config says; timeout: in seconds; fp8_rows: rows travel to their experts as fp8. Errors: Unsupported for settings
+    that it does not follow."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class TokenwayMoELayer(MoELayer):
         *,
         sizes: groups.Sizes | None = None,
         timeout: float | None = None,
+        fp8_rows: bool = False,
     ):
         pg_collection = get_default_pg_collection() if pg_collection is None else pg_collection
         given = [name for name in _REFUSED if getattr(config, name, None)]
@@ -51,7 +53,7 @@ class TokenwayMoELayer(MoELayer):
             raise tw.Unsupported(told)
         super().__init__(config, submodules, layer_number, pg_collection)
         sizes = groups.Sizes(equal=not config.variable_seq_lengths) if sizes is None else sizes
-        self.token_dispatcher = Dispatcher(config, pg_collection, sizes, timeout)
+        self.token_dispatcher = Dispatcher(config, pg_collection, sizes, timeout, fp8_rows)
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
@@ -87,9 +89,16 @@ class Dispatcher(MoETokenDispatcher):
     Shared experts that it was given (`set_shared_experts`) compute on a stream of their own: their first product beside
     the dispatch, their second beside the combine. It calls their parts where Megatron's all-to-all dispatcher does."""
 
-    def __init__(self, config: Any, pg_collection: Any, sizes: groups.Sizes, timeout: float | None):
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any,
+        sizes: groups.Sizes,
+        timeout: float | None,
+        fp8_rows: bool = False,
+    ):
         super().__init__(config, pg_collection)
-        self._sizes, self._timeout = sizes, timeout
+        self._sizes, self._timeout, self._fp8_rows = sizes, timeout, fp8_rows
         self._padding: bool = config.moe_pad_expert_input_to_capacity
         self._exchange: Any = None  # until the first call, which knows the device
         self._shape: torch.Size | None = None
@@ -128,7 +137,8 @@ class Dispatcher(MoETokenDispatcher):
             peers = groups.of(self.ep_group, device=hidden_states.device, timeout=self._timeout)
             mode, way = ("low_latency", ByCapacity) if self._padding else ("high_throughput", ByExpert)
             experts, top_k = self.config.num_moe_experts, self.config.moe_router_topk
-            self._exchange = way(peers.shared(experts=experts, top_k=top_k, mode=mode), self._sizes, _HOW)
+            shared = peers.shared(experts=experts, top_k=top_k, mode=mode)
+            self._exchange = way(shared, self._sizes, _HOW, self._fp8_rows)
         self.routed = self._exchange.dispatch(hidden_states, self.ids, probs)
         return self.routed.tokens, self.routed.weights
 
