@@ -227,12 +227,17 @@ def wanted_of(of_one: Any, case: Case, rank: int, turn: int = 0) -> dict[str, An
 
 
 def run_case(adapter: Any, of_one: Any, case: Case, rank: int) -> dict[str, Any]:
-    """A layer on both ranks, forward and backward, and Megatron's own on this one."""
-    layer = layer_of(adapter, case, rank)
+    """A layer on both ranks, forward and backward, then forward without gradients; and Megatron's own on this one."""
+    import torch
+
+    layer, x = layer_of(adapter, case, rank), batch(case, rank).to(here())
     before = steps()
-    found = trained(layer, batch(case, rank).to(here()))
+    found = trained(layer, x)
     found["experts"], found["steps"] = gradients_of(layer), steps() - before
-    wanted = wanted_of(of_one, case, rank) | {"steps": case.steps}
+    with torch.no_grad():
+        found["inferred"] = whole(layer(x)[0])
+    wanted = wanted_of(of_one, case, rank)
+    wanted |= {"steps": case.steps, "inferred": wanted["out"]}
     return {"found": found, "wanted": wanted, "dispatcher": type(layer.token_dispatcher).__name__}
 
 

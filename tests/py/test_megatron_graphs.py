@@ -4,6 +4,7 @@ not depend on what routers choose. And the parts into which Megatron cuts a laye
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -37,11 +38,20 @@ CASES = {
     "with shared experts": Case(padded(1.0, **GATED)),
     "fp8 rows": Case(padded(0.5), {"fp8_rows": True}, ((8, 2), (8, 2))),
 }
-PARTS = {"dropless": Case(), "dropped tokens": Case({"moe_expert_capacity_factor": 0.5}), "padded": Case(padded(1.0))}
+PARTS = {
+    "dropless": Case(),
+    "dropped tokens": Case({"moe_expert_capacity_factor": 0.5}),
+    "padded": Case(padded(1.0)),
+    "beside shared experts": Case(GATED),
+}
 # What asks the device for numbers, or for sizes that follow from them.
 ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal.default")
 # name: (text of megatron_layer.py, what a later hand may make of it)
-MUTATIONS = {"ids are not a part of graphs": ('self.cudagraph_attrs = ["ids"]', "self.cudagraph_attrs = []")}
+MUTATIONS = {
+    "ids are not a part of graphs": ('self.cudagraph_attrs = ["ids"]', "self.cudagraph_attrs = []"),
+    "nor what shared experts see": ('"shared_experts.cached_fc1_input"]', "]"),
+    "nor their gate": ("* shared_experts.use_shared_expert_gate", "* 0"),
+}
 
 
 class Static:
@@ -168,10 +178,11 @@ def in_parts(adapter: Any, of_one: Any, case: Case, rank: int) -> dict[str, Any]
 
     hidden, probs, shared = run("route", x)
     dispatcher = layer.token_dispatcher
-    kept = {name: getattr(dispatcher, name).clone() for name in dispatcher.cudagraph_attrs}
+    kept = {name: attrgetter(name)(dispatcher).clone() for name in dispatcher.cudagraph_attrs}
     run("route", batch(case, rank, 1).to(here()))
     for name, value in kept.items():
-        setattr(dispatcher, name, value)
+        *path, last = name.split(".")
+        setattr(attrgetter(*path)(dispatcher) if path else dispatcher, last, value)
     before = steps()
     output, bias = run("expert_compute", None, hidden, probs)
     assert bias is None
@@ -202,7 +213,7 @@ def rank_main(store: str) -> dict[str, Any]:
     for name, case in PARTS.items():
         found[name] = attempt(in_parts, megatron, of_one, case, rank)
     for mutation, (old, new) in MUTATIONS.items():
-        found[mutation] = attempt(in_parts, mutant(old, new), of_one, PARTS["dropless"], rank)
+        found[mutation] = attempt(in_parts, mutant(old, new), of_one, PARTS["beside shared experts"], rank)
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -56,7 +56,7 @@ class ByCapacity:
         backward pass. Errors: those of `tokenway.autograd` and `SharedGroup.with_room`; InvalidUsage without sizes;
         InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
-        group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
+        group = self.shared.with_room(tw.RowType(tokens.shape[1], tokens.dtype), room)
         bound = max(len(tokens), 1) if self._sizes.equal else room
         wire = wire_of(self.shared, tokens.shape[1], room) if self._fp8_rows else None
         with gradients.telling(partial((wire or group).refuse_routing, "rank_major", bound)):
