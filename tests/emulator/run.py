@@ -30,7 +30,7 @@ FILES = (
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
     *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias"),
-    *("straight", "fp8_combine", "token_replicas"),
+    *("straight", "fp8_combine", "token_replicas", "by_capacity"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")

@@ -77,6 +77,7 @@ BEHAVIOUR = (
     "in_place",
     "scales",
     "expert_views",
+    "by_capacity",
 )
 FRAMEWORKS = (
     "deep_ep",
