@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dense import apart, experts_of, moe, sent
+from frameworks import mutated
 from harness import PATIENT, Env
 
 import tokenway as tw
@@ -115,12 +116,13 @@ class Shared:
         return self._views[key]
 
 
-def of_rank(env: Env, case: Case) -> dict[str, Any]:
-    """A layer, forward and backward; and what it is without gradients."""
+def of_rank(env: Env, case: Case, change: tuple[str, str] | None = None) -> dict[str, Any]:
+    """A layer, forward and backward; and what it is without gradients. change: text of the exchange, and what a later
+    hand may make of it."""
     import torch
 
     from tokenway import autograd, reference
-    from tokenway.integrations.by_capacity import ByCapacity
+    from tokenway.integrations import by_capacity
     from tokenway.integrations.groups import Sizes
     from tokenway.pytorch.gradients import device_of
 
@@ -132,7 +134,8 @@ def of_rank(env: Env, case: Case) -> dict[str, Any]:
         def here(x: Any) -> Any:
             return x.detach().float().to(device_of(group)).requires_grad_()
 
-        exchange = ByCapacity(Shared(group), Sizes(None if case.equal else MOST, case.equal), "", case.fp8_rows)
+        module = by_capacity if change is None else mutated(by_capacity, *change)
+        exchange = module.ByCapacity(Shared(group), Sizes(None if case.equal else MOST, case.equal), "", case.fp8_rows)
         ranks, _ = reference.contiguous_placement(case.experts, group.nranks)
         mine = np.flatnonzero(ranks == rank)
         x, weights, towards = (here(made[name][rank]) for name in ("x", "weights", "towards"))
@@ -165,7 +168,11 @@ def of_rank(env: Env, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_in_one_process(processes, case) -> None:
-    found, wanted = processes(len(case.sizes)).run(of_rank, case), expected(case)
+    judge(case, processes(len(case.sizes)).run(of_rank, case))
+
+
+def judge(case: Case, found: list[dict[str, Any]]) -> None:
+    wanted = expected(case)
     for rank, each in enumerate(found):
         assert np.array_equal(each["again"], each["out"])
         for name in ("out", "x", "weights"):
@@ -173,3 +180,21 @@ def test_as_in_one_process(processes, case) -> None:
         if len(each["mine"]):
             for name in ("gate_up", "down"):
                 assert apart(each[name], wanted[name][each["mine"]]) < 1e-5, name
+
+
+MUTATIONS = {
+    "padding is what the memory held": (".masked_fill_(padding, 0)", ""),
+    "choices that are not there are read": (".masked_fill_(missing[:, k], 0)", ""),
+    "an expert's last row is padding": ("(places >= begins[1:, None])", "(places + 1 >= begins[1:, None])"),
+    "a row off by one": ("Places(choices // k,", "Places((choices // k - 1).clamp(min=0),"),
+    "a place off by one": ("(sorted_keys * most + within)", "(sorted_keys * most + (within - 1).clamp(min=0))"),
+    "what is beyond the capacity is kept": ("| (within >= most)", ""),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mutations_are_caught(processes, mutation) -> None:
+    case = CASES[5 if "capacity" in mutation else 1]
+    found = processes(len(case.sizes)).run(of_rank, case, MUTATIONS[mutation])
+    with pytest.raises(AssertionError):
+        judge(case, found)
