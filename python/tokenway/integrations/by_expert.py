@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tokenway as tw
 from tokenway import autograd
-from tokenway.integrations.groups import SharedGroup, Sizes
+from tokenway.integrations.groups import SharedGroup, Sizes, Views
 from tokenway.pytorch import gradients
 
 
@@ -22,7 +22,7 @@ class ByExpert:
 
     def __init__(self, shared: SharedGroup, sizes: Sizes, how: str):
         self.shared = shared
-        self._sizes, self._how = sizes, how
+        self._views, self._sizes, self._how = Views(shared), sizes, how
 
     def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
         """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
@@ -30,7 +30,7 @@ class ByExpert:
         backward pass. On a CUDA device the host waits for the number of rows. Errors: those of `tokenway.autograd` and
         `SharedGroup.with_room`; InvalidUsage without sizes; InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
-        group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
+        group = self._views.plain(tokens.shape[1], tokens.dtype, room)
         with gradients.telling(partial(group.refuse_routing, "grouped")):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()
