@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import (
+    assert_caught,
     attempt,
     begin,
     here,
@@ -351,10 +352,7 @@ def test_a_rank_whose_experts_fail(ran, experts) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """An adapter that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(outcomes)
+    assert_caught([found[mutation] for found in ran], judge)
 
 
 def test_the_guide(ran) -> None:
