@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,22 @@ def packages_apart(folder: Path = APART) -> Iterator[None]:
             os.environ["PYTHONPATH"] = kept
 
 
+def framework_apart(versions: dict[str, str], folder: Path = APART) -> Any:
+    """A fixture of a module: the packages of `make test-frameworks`, while its tests run. Skips without these versions,
+    and where ranks would share a device."""
+
+    @pytest.fixture(scope="module")
+    def apart(torch: Any) -> Iterator[None]:
+        with packages_apart(folder):
+            importlib.invalidate_caches()
+            for package, version in versions.items():
+                need_version(package, version)
+            need_devices()
+            yield
+
+    return apart
+
+
 def install_entry_points(folder: Path) -> None:
     """Makes the entry points of pyproject.toml known in this process, as an installation does."""
     import tomllib  # which Python 3.10 lacks
@@ -142,6 +158,14 @@ def mutated(module: Any, old: str, new: str) -> Any:
     made = sys.modules["mutant"] = types.ModuleType("mutant")  # where a dataclass looks itself up
     exec(compile(text.replace(old, new), "mutant", "exec"), made.__dict__)
     return made
+
+
+def assert_caught(outcomes: list[Any], judge: Callable[[list[Any]], object], raises: bool = False) -> None:
+    """That a test notices a mutation, of which ranks have these outcomes: its judge refuses them. raises: the mutation
+    makes calls raise. No other may: an error, which no judge takes, would hide whether results are looked at."""
+    assert raises or all(isinstance(each, dict) for each in outcomes), outcomes
+    with pytest.raises(AssertionError):
+        judge(outcomes)
 
 
 def whole(tensor: Any) -> Any:

@@ -6,13 +6,14 @@ import importlib.util
 import os
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from deep_ep_ranks import array, attempt, begin, counted, end, received, routed, since
-from frameworks import mutated, programs_of
+from frameworks import assert_caught, mutated, programs_of
 from harness import AT_ONCE, HANGS, said
 
 import tokenway as tw
@@ -411,10 +412,7 @@ def test_destroyed_and_made_anew(ran) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """An exchange that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(MUTATIONS[mutation][2], outcomes)
+    assert_caught([found[mutation] for found in ran], partial(judge, MUTATIONS[mutation][2]))
 
 
 def dying(store: str) -> tuple[Any, float]:

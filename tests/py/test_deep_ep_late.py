@@ -51,6 +51,7 @@ def refusals_of_routes(late: bool, waits: bool, alignment: int = 1, **wrong: Any
 
     from tokenway.compat.deep_ep.expanded import Expanded, Plan
     from tokenway.compat.deep_ep.normal import Rows
+    from tokenway.integrations.groups import Views
 
     told: list[str] = []
     group = Told("group", told, late)
@@ -58,7 +59,8 @@ def refusals_of_routes(late: bool, waits: bool, alignment: int = 1, **wrong: Any
     exchange = object.__new__(Expanded)
     exchange.experts, exchange.top_k, exchange.shared = 8, TOP_K, SimpleNamespace(group=group)
     x, ids = wrong.get("x", torch.ones(3, HIDDEN)), wrong.get("ids", torch.zeros(3, TOP_K, dtype=torch.int64))
-    exchange._views = {Rows.of(torch.ones(3, HIDDEN)).kind: rows}
+    exchange._views = Views(exchange.shared)
+    exchange._views._made[Rows.of(torch.ones(3, HIDDEN)).kind] = rows
     rows.exchange_counts = group.exchange_counts  # type: ignore[method-assign]
     with pytest.raises(tw.InvalidArgument):
         exchange.route(Rows.of(x), ids, None, Plan(None, True, 4, alignment, waits), 0)

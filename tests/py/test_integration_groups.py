@@ -449,7 +449,7 @@ def test_a_close_that_raises(torch: Any, closed: bool) -> None:
             raise tw.CallMismatch("another rank creates a group")
 
     shared = object.__new__(SharedGroup)
-    shared._views, shared._plain, shared.group, shared.open = {1: None}, {}, Group(), OpenCombines()
+    shared._views, shared.group, shared.open = {1: None}, Group(), OpenCombines()
     shared._spare = [(None, 1)]
     refused: list[int] = []
     shared.open.add(0, lambda: refused.append(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from frameworks import attempt, here, need_devices, need_version, programs_of
+from frameworks import assert_caught, attempt, here, need_devices, need_version, programs_of
 from harness import AT_ONCE, HANGS, said
 from megatron_ranks import (
     HIDDEN,
@@ -210,10 +210,7 @@ def test_a_rank_whose_experts_fail(ran, experts) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """An adapter that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(outcomes)
+    assert_caught([found[mutation] for found in ran], judge)
 
 
 def test_the_guide(ran) -> None:

@@ -12,8 +12,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,14 +25,13 @@ from deep_ep_ranks import array, begin, end, routed
 from frameworks import (
     GUIDE,
     SGLANG_APART,
+    assert_caught,
     attempt,
+    framework_apart,
     here,
     install_entry_points,
     mutated,
-    need_devices,
-    need_version,
     on_devices,
-    packages_apart,
     programs_of,
     steps,
 )
@@ -396,14 +395,7 @@ def rank_main(store: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def apart(torch: Any) -> Iterator[None]:
-    """The packages of these tests."""
-    with packages_apart(SGLANG_APART):
-        importlib.invalidate_caches()
-        need_version("sglang", PINNED)
-        need_devices()
-        yield
+apart = framework_apart({"sglang": PINNED}, SGLANG_APART)
 
 
 @pytest.fixture(scope="module")
@@ -431,10 +423,7 @@ def test_two_batches_in_turns(ran, turns) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """An exchange that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(MUTATIONS[mutation][-1], outcomes)
+    assert_caught([found[mutation] for found in ran], partial(judge, MUTATIONS[mutation][-1]))
 
 
 @pytest.mark.parametrize("name", FAILING)

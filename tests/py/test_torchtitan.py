@@ -5,29 +5,15 @@ here, holds kernels for it, and the test puts a module without any in their plac
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 import types
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import (
-    GUIDE,
-    attempt,
-    begin,
-    here,
-    mutated,
-    need_devices,
-    need_version,
-    packages_apart,
-    programs_of,
-    steps,
-    within,
-)
+from frameworks import GUIDE, assert_caught, attempt, begin, framework_apart, here, mutated, programs_of, steps, within
 from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
@@ -369,14 +355,7 @@ def rank_main(store: str) -> Any:
     return found
 
 
-@pytest.fixture(scope="module")
-def apart(torch: Any) -> Iterator[None]:
-    """The packages of these tests."""
-    with packages_apart():
-        importlib.invalidate_caches()
-        need_version("torchtitan", PINNED)
-        need_devices()
-        yield
+apart = framework_apart({"torchtitan": PINNED})
 
 
 @pytest.fixture(scope="module")
@@ -439,10 +418,7 @@ def test_ranks_whose_experts_all_fail(ran) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """A dispatcher that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(outcomes)
+    assert_caught([found[mutation] for found in ran], judge)
 
 
 def test_the_guide(ran) -> None:

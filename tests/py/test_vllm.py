@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import importlib
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +13,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from frameworks import (
+    assert_caught,
     attempt,
+    framework_apart,
     install_entry_points,
     mutated,
-    need_devices,
-    need_version,
     on_devices,
-    packages_apart,
     programs_of,
     steps,
 )
@@ -353,14 +351,7 @@ def rank_main(store: str) -> Any:
     return found
 
 
-@pytest.fixture(scope="module")
-def apart(torch: Any) -> Iterator[None]:
-    """The packages of these tests."""
-    with packages_apart():
-        importlib.invalidate_caches()
-        need_version("vllm", PINNED)
-        need_devices()
-        yield
+apart = framework_apart({"vllm": PINNED})
 
 
 @pytest.fixture(scope="module")
@@ -485,9 +476,5 @@ def test_the_guide(ran) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(ran, mutation) -> None:
     """A class that is wrong fails the test of its case."""
-    outcomes = [found[mutation] for found in ran]
-    case = CASES[MUTATIONS[mutation][2]]
-    if mutation != "unused slots make the scale":
-        assert all(isinstance(each, dict) for each in outcomes), outcomes
-    with pytest.raises(AssertionError):
-        judge(case, outcomes)
+    raises = mutation == "unused slots make the scale"
+    assert_caught([found[mutation] for found in ran], partial(judge, CASES[MUTATIONS[mutation][2]]), raises)

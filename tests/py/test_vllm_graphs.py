@@ -5,15 +5,13 @@ The decoder is transformers', which has attention and routers; each rank has its
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import attempt, here, need_devices, need_version, packages_apart, steps
+from frameworks import attempt, framework_apart, here, steps
 from greedy import MOST, PROMPT, REPLAYS, SEQUENCES, WAYS, eager, replayed
 from harness import HANGS
 from test_transformers import CLOSE, close
@@ -86,15 +84,7 @@ def rank_main(store: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def apart(torch: Any) -> Iterator[None]:
-    """The packages of these tests."""
-    with packages_apart():
-        importlib.invalidate_caches()
-        need_version("vllm", PINNED)
-        need_version("transformers", TRANSFORMERS)
-        need_devices()
-        yield
+apart = framework_apart({"vllm": PINNED, "transformers": TRANSFORMERS})
 
 
 @pytest.fixture(scope="module")

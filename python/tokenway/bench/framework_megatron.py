@@ -24,12 +24,7 @@ _NOTE = "Megatron's own dispatchers without Transformer Engine's fused permutati
 
 def missing() -> str | None:
     """Why there is no Megatron here, or None."""
-    try:
-        supported.check("torch", megatron.LEAST_TORCH, None, "megatron")
-        supported.check("megatron-core", megatron.LEAST, megatron.BELOW, "megatron")
-    except tw.Unsupported as problem:
-        return str(problem)
-    return None
+    return supported.missing("megatron-core", megatron.LEAST, megatron.BELOW, "megatron")
 
 
 def begin(place: Place) -> None:

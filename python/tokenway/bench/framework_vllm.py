@@ -25,12 +25,7 @@ _NOTE = "vLLM's own classes, whose communicator is PyTorch's NCCL (gloo on the C
 
 def missing() -> str | None:
     """Why there is no vLLM here, or None."""
-    try:
-        supported.check("torch", adapter.LEAST_TORCH, None, "vllm")
-        supported.check("vllm", adapter.LEAST, adapter.BELOW, "vllm")
-    except tw.Unsupported as problem:
-        return str(problem)
-    return None
+    return supported.missing("vllm", adapter.LEAST, adapter.BELOW)
 
 
 def begin(place: Place) -> None:

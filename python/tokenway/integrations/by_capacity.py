@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 import tokenway as tw
 from tokenway import autograd
 from tokenway.integrations.fp8_rows import bring, wire_of
-from tokenway.integrations.groups import SharedGroup, Sizes
+from tokenway.integrations.groups import SharedGroup, Sizes, Views
 from tokenway.pytorch import autograd as steps
 from tokenway.pytorch import gradients
 
@@ -47,7 +47,7 @@ class ByCapacity:
 
     def __init__(self, shared: SharedGroup, sizes: Sizes, how: str, fp8_rows: bool = False):
         self.shared = shared
-        self._sizes, self._how, self._fp8_rows = sizes, how, fp8_rows
+        self._views, self._sizes, self._how, self._fp8_rows = Views(shared), sizes, how, fp8_rows
 
     def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
         """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
@@ -56,9 +56,9 @@ class ByCapacity:
         backward pass. Errors: those of `tokenway.autograd` and `SharedGroup.with_room`; InvalidUsage without sizes;
         InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
-        group = self.shared.with_room(tw.RowType(tokens.shape[1], tokens.dtype), room)
+        group = self._views.plain(tokens.shape[1], tokens.dtype, room)
         bound = max(len(tokens), 1) if self._sizes.equal else room
-        wire = wire_of(self.shared, tokens.shape[1], room) if self._fp8_rows else None
+        wire = wire_of(self._views, tokens.shape[1], room) if self._fp8_rows else None
         with gradients.telling(partial((wire or group).refuse_routing, "rank_major", bound)):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()

@@ -11,7 +11,7 @@ from torch.nn import functional
 import tokenway as tw
 from tokenway import autograd
 from tokenway.integrations.fp8_rows import bring, wire_of
-from tokenway.integrations.groups import SharedGroup, Sizes
+from tokenway.integrations.groups import SharedGroup, Sizes, Views
 from tokenway.pytorch import gradients
 
 
@@ -23,7 +23,7 @@ class ByExpert:
 
     def __init__(self, shared: SharedGroup, sizes: Sizes, how: str, fp8_rows: bool = False):
         self.shared = shared
-        self._sizes, self._how, self._fp8_rows = sizes, how, fp8_rows
+        self._views, self._sizes, self._how, self._fp8_rows = Views(shared), sizes, how, fp8_rows
 
     def dispatch(self, tokens: Tensor, ids: Tensor, weights: Tensor) -> autograd.Routed:
         """tokens [T, H] of float32 or bfloat16, ids [T, K] int64, -1 for none, weights [T, K] of any floating dtype: in
@@ -31,8 +31,8 @@ class ByExpert:
         backward pass. On a CUDA device the host waits for the number of rows. Errors: those of `tokenway.autograd` and
         `SharedGroup.with_room`; InvalidUsage without sizes; InvalidArgument for more tokens than were said."""
         room = max(self._sizes.room(len(tokens), self._how), 1)
-        group = self.shared.with_plain_room(tokens.shape[1], tokens.dtype, room)
-        wire = wire_of(self.shared, tokens.shape[1], room) if self._fp8_rows else None
+        group = self._views.plain(tokens.shape[1], tokens.dtype, room)
+        wire = wire_of(self._views, tokens.shape[1], room) if self._fp8_rows else None
         with gradients.telling(partial((wire or group).refuse_routing, "grouped")):
             self._sizes.check(len(tokens), self._how)
             weights = weights.float()

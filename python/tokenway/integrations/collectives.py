@@ -66,7 +66,7 @@ class Collectives:
     def __init__(self, peers: groups.Peers, rank: int, size: int):
         self.rank, self.size = rank, size
         self.shared = peers.shared(experts=size, top_k=1)
-        self._views: dict[int, TypedGroup] = {}  # by the bytes of a row
+        self._views = groups.Views(self.shared)
 
     def all_gatherv(
         self, rows: Sequence[Tensor], sizes: Sequence[int] | None = None, out: Sequence[Tensor] | None = None
@@ -97,10 +97,7 @@ class Collectives:
     def _with_room(self, rows: Sequence[Tensor], sizes: Sequence[int]) -> TypedGroup:
         """The group, with room for such rows."""
         row, most = max(_PIECE, sum(map(_row_bytes, rows))), max(1, *sizes)
-        view = self._views.get(row)
-        if view is None or view.group is not self.shared.group or most > view.max_tokens:
-            view = self._views[row] = self.shared.with_room(tw.RowType(row // 2, "bfloat16"), most)
-        return view
+        return self._views.plain(row // 2, torch.bfloat16, most)
 
     def _checked(self, sizes: Sequence[int]) -> list[int]:
         sizes = [int(size) for size in sizes]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenway import autograd
-from tokenway.integrations.groups import SharedGroup, Sizes, give_back
+from tokenway.integrations.groups import SharedGroup, Sizes, Views, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -28,6 +28,7 @@ class ExpertRows:
 
     def __init__(self, shared: SharedGroup, compute: Compute, sizes: Sizes, how: str, trained: Callable[[], bool]):
         self.shared = shared
+        self._views = Views(shared)
         self._compute, self._sizes, self._how, self._trained = compute, sizes, how, trained
         self._replicas: int = shared.settings["token_replicas"]
         self._nowhere: int = shared.settings["invalid_id"]
@@ -70,7 +71,7 @@ class ExpertRows:
         count, hidden = tokens.shape
         room = -(-self._sizes.room(count, self._how) // self._replicas)
         bound = max(-(-count // self._replicas), 1) if self._sizes.equal else None
-        return self.shared.with_plain_room(hidden, tokens.dtype, max(room, 1)), bound
+        return self._views.plain(hidden, tokens.dtype, max(room, 1)), bound
 
     def _low_latency(self, group: TypedGroup, tracked: bool, bound: int | None) -> bool:
         """Whether rows come in slots, of which all ranks know the number, and not as many as there are."""

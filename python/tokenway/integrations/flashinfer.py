@@ -18,7 +18,7 @@ from typing import Any
 from tokenway import InvalidArgument
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "0.7.2", "0.7.3", "2.7"
+LEAST, BELOW = "0.7.2", "0.7.3"
 
 
 def register(name: str = "tokenway") -> type:
@@ -31,8 +31,7 @@ def register(name: str = "tokenway") -> type:
     invalid id, share a group and its window, so that one dispatch and its combine end before another begins. Its ranks
     are those of the process group; InvalidArgument where the bootstrap names others, or an nccl_comm alone. Errors:
     Unsupported, which names the versions, where FlashInfer or PyTorch is missing, too old or too new."""
-    supported.check("torch", LEAST_TORCH, None, "flashinfer")
-    supported.check("flashinfer-python", LEAST, BELOW, "flashinfer")
+    supported.check_framework("flashinfer-python", LEAST, BELOW, "flashinfer")
     from flashinfer.moe_ep import MoEEpCommunication, MoEEpDispatchResult, register_communication
 
     @register_communication(name)

@@ -10,18 +10,21 @@ from torch.autograd.function import once_differentiable
 
 import tokenway as tw
 from tokenway import autograd
-from tokenway.integrations.groups import SharedGroup
+from tokenway.integrations.groups import Views
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
 _BLOCK = 128  # elements that share a scale, as `tokenway.quantize_fp8` makes them
 
 
-def wire_of(shared: SharedGroup, hidden: int, max_tokens: int) -> TypedGroup:
+def wire_of(views: Views, hidden: int, max_tokens: int) -> TypedGroup:
     """The shared group as dispatches see it whose rows are [H] e4m3 with a float32 scale for each 128 elements. As
     `SharedGroup.with_room`; a group with room for plain rows has room for these."""
+    key = "fp8", hidden
+    if (found := views.find(key, max_tokens)) is not None:
+        return found
     scales = {"scales": (-(-hidden // _BLOCK), "float32")}
-    return shared.with_room(tw.RowType(hidden, "float8_e4m3fn", scales), max_tokens)
+    return views.make(key, tw.RowType(hidden, "float8_e4m3fn", scales), max_tokens)
 
 
 @gradients.eager

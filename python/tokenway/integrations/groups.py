@@ -118,7 +118,6 @@ class SharedGroup:
         self._peers = weakref.ref(peers)  # which holds this one
         self.settings = settings
         self._views: dict[Any, TypedGroup] = {}  # by what rows consist of
-        self._plain: dict[tuple[int, torch.dtype], TypedGroup] = {}  # of those, by hidden and dtype
         self.group: tw.Group | None = None  # None until it is needed
         self._spare: list[tuple[Any, int]] = []  # handles whose calls are over, and the room that they have
         self.open = OpenCombines()  # for users that make a dispatch and its combine in two calls
@@ -150,14 +149,6 @@ class SharedGroup:
         view = self._views.get(kind)
         if view is None:
             view = self._views[kind] = TypedGroup(group, rows)
-        return view
-
-    def with_plain_room(self, hidden: int, dtype: torch.dtype, max_tokens: int) -> TypedGroup:
-        """`with_room` for rows with nothing beside them, found again at once where it would do nothing."""
-        key = hidden, dtype
-        view = self._plain.get(key)
-        if view is None or max_tokens > view.max_tokens:
-            view = self._plain[key] = self.with_room(tw.RowType(hidden, dtype), max_tokens)
         return view
 
     def route(self, view: TypedGroup, ids: Any, weights: Any = None) -> Any:
@@ -193,7 +184,6 @@ class SharedGroup:
             if self.group is None or self.group.closed:
                 self.group = None
                 self._views.clear()
-                self._plain.clear()
                 self._spare.clear()
                 self.open.clear()
 
@@ -232,6 +222,36 @@ class SharedGroup:
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         return f"SharedGroup({told}, group={self.group!r}, steps={self.steps})"
+
+
+class Views:
+    """A shared group as the rows of one user see it: found again at once, by a key for what such rows consist of, where
+    `SharedGroup.with_room` would do nothing. To say what they consist of takes longer than to find them."""
+
+    def __init__(self, shared: SharedGroup):
+        self._shared = shared
+        self._made: dict[Hashable, TypedGroup] = {}
+
+    def find(self, key: Hashable, max_tokens: int = 0) -> TypedGroup | None:
+        """The view of the key; None where the group is to be made, as it was closed or never was, or is to grow."""
+        view, group = self._made.get(key), self._shared.group
+        if view is None or view.group is not group or max_tokens > group.max_tokens:
+            return None
+        return view
+
+    def make(self, key: Hashable, rows: tw.RowType, max_tokens: int) -> TypedGroup:
+        """`SharedGroup.with_room`, for a key that finds nothing."""
+        view = self._made[key] = self._shared.with_room(rows, max_tokens)
+        return view
+
+    def plain(self, hidden: int, dtype: torch.dtype, max_tokens: int) -> TypedGroup:
+        """`SharedGroup.with_room` for rows with nothing beside them."""
+        key = hidden, dtype
+        return self.find(key, max_tokens) or self.make(key, tw.RowType(hidden, dtype), max_tokens)
+
+    def there(self) -> list[TypedGroup]:
+        """Those of the group that there is, in the order in which they were first made."""
+        return [view for view in self._made.values() if view.group is self._shared.group]
 
 
 class Peers:

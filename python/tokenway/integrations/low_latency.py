@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.integrations.groups import Peers, SharedGroup, complete, give_back
+from tokenway.integrations.groups import Peers, SharedGroup, Views, complete, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -90,7 +90,7 @@ class LowLatency:
         self.shared: SharedGroup = peers.shared(
             experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
         )
-        self._views: dict[Any, tuple[TypedGroup, int]] = {}  # and the tokens that it is known to have room for
+        self._views = Views(self.shared)
         self._told: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
         self._told_to: dict[int, Tensor] = {}  # of the last of them, so many rows
         self._forms: dict[Any, Forms] = {}  # of outputs
@@ -99,16 +99,14 @@ class LowLatency:
         """The group as such rows see it. Collective the first time, and where rows or bound are larger than all before,
         which all ranks know alike."""
         key = hidden, dtype, scales
-        view, room = self._views.get(key, (None, 0))
-        if view is not None and view.group is self.shared.group and bound <= room:
+        view = self._views.find(key, bound)
+        if view is not None:
             return view
         payloads: dict[str, Any] = {TOKEN: (TOKEN_ELEMENTS, "int32")}
         if scales is not None:
             payloads[SCALES] = scales
         sent = dtype if scales is None else torch.float8_e4m3fn
-        view = self.shared.with_room(tw.RowType(hidden, sent, payloads, dtype), bound)
-        self._views[key] = view, view.max_tokens
-        return view
+        return self._views.make(key, tw.RowType(hidden, sent, payloads, dtype), bound)
 
     def dispatch(
         self,
@@ -156,8 +154,8 @@ class LowLatency:
         there is no group yet, they are not told."""
         group = self.shared.group
         if group is not None:
-            views = (view for view, _ in reversed(self._views.values()) if view.group is group)
-            next(views, group).refuse_dispatch("expert_major", bound)
+            calls = self._views.there() or [group]
+            calls[-1].refuse_dispatch("expert_major", bound)
 
     def combine(
         self, sent: Sent, rows: Tensor, weights: Tensor, out: Tensor | None, send_only: bool, sm_limit: int = 0

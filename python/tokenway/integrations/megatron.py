@@ -16,7 +16,7 @@ from typing import Any
 from tokenway import InvalidArgument
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "0.16.1", "0.17", "2.7"
+LEAST, BELOW = "0.16.1", "0.17"
 
 
 def through_tokenway(
@@ -44,8 +44,7 @@ def through_tokenway(
     Megatron or PyTorch is missing, too old or too new; InvalidArgument for a spec without an MoELayer."""
     if not isinstance(fp8_rows, bool):
         raise InvalidArgument.of("fp8_rows", f"is {fp8_rows!r}; it must be True or False")
-    supported.check("torch", LEAST_TORCH, None, "megatron")
-    supported.check("megatron-core", LEAST, BELOW, "megatron")
+    supported.check_framework("megatron-core", LEAST, BELOW, "megatron")
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from tokenway.integrations.groups import Sizes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.integrations.groups import SharedGroup, give_back
+from tokenway.integrations.groups import SharedGroup, Views, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -30,7 +30,7 @@ class RankMajor:
         self.shared, self.max_tokens = shared, max_tokens
         self._dtype, self._hidden = dtype, hidden
         self._handle: Any = None  # dispatched, not combined yet
-        self._views: dict[Any, TypedGroup] = {}  # by the shape and dtype of rows and scales
+        self._views = Views(shared)
         size = max(dispatch_bytes, hidden * dtype.itemsize)
         self._largest = tw.RowType(size, "uint8", combine_dtype=dtype, combine_hidden=hidden)
         self._view = shared.with_room(self._largest, max_tokens)  # the group as the last dispatch's rows see it
@@ -102,14 +102,13 @@ class RankMajor:
                     raise tw.InvalidArgument.of(name, f"has shape {list(given.shape)}; it must have two dimensions")
             beside = None if scales is None else (scales.shape[1], scales.dtype)
             key = tokens.shape[1], tokens.dtype, beside
-            view = self._views.get(key)
-            if view is not None and view.group is self.shared.group:  # else it was closed, and is made anew
+            view = self._views.find(key)
+            if view is not None:
                 return view
             payloads = None if beside is None else {SCALES: beside}
             rows = tw.RowType(tokens.shape[1], tokens.dtype, payloads, self._dtype, self._hidden)
             rows.all_payloads()  # which refuses dtypes that no rows have
-        view = self._views[key] = self.shared.with_room(rows, self.max_tokens)
-        return view
+        return self._views.make(key, rows, self.max_tokens)
 
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Sums rows [N, b, H] or [N * b, H] over ranks, where they came from: [T, H] of their dtype, or in out. Rows

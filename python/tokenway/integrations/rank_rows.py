@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenway as tw
-from tokenway.integrations.groups import Peers, SharedGroup, complete, give_back
+from tokenway.integrations.groups import Peers, SharedGroup, Views, complete, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -90,7 +90,7 @@ class RankRows:
     def __init__(self, peers: Peers, experts: int, top_k: int):
         self.top_k = top_k
         self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="auto", id_space="global", lanes=2)
-        self._views: dict[Any, TypedGroup] = {}
+        self._views = Views(self.shared)
         self._last: TypedGroup | None = None
 
     def dispatch(
@@ -115,11 +115,10 @@ class RankRows:
         with gradients.telling(partial(self.refuse, bound)):
             # What a row consists of; shapes without their first dimension, so that of two dimensions one is left.
             key = rows.shape[1:], rows.dtype, None if scales is None else (scales.shape[1:], scales.dtype), results
-            view = self._views.get(key)
-            known = view is not None and view.group is self.shared.group and room <= view.max_tokens
-            kind = None if known else _kind(rows, scales, results)
+            view = self._views.find(key, room)
+            kind = _kind(rows, scales, results) if view is None else None
         if kind is not None:
-            view = self._views[key] = self.shared.with_room(kind, max(room, 1))
+            view = self._views.make(key, kind, max(room, 1))
         assert view is not None
         self._last = view
         low = _is_low(view, bound)

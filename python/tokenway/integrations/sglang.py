@@ -16,7 +16,7 @@ from typing import Any
 from tokenway import InvalidArgument
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "0.5.23", "0.5.24", "2.7"
+LEAST, BELOW = "0.5.23", "0.5.24"
 NAME = "tokenway"  # of the plugin, as pyproject.toml has it
 SWITCH = "TOKENWAY_SGLANG"
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
@@ -68,8 +68,7 @@ def _register() -> None:
     global _registered
     if _registered:
         return
-    supported.check("torch", LEAST_TORCH, None, "sglang")
-    supported.check("sglang", LEAST, BELOW, "sglang")
+    supported.check_framework("sglang", LEAST, BELOW)
     _serve_dispatchers()
     _serve_gathers()
     _registered = True

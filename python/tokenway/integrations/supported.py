@@ -7,6 +7,25 @@ from importlib import metadata
 
 from tokenway import Unsupported
 
+LEAST_TORCH = "2.7"  # that all integrations are for
+
+
+def check_framework(package: str, least: str, below: str, extra: str | None = None) -> None:
+    """Raises Unsupported, as `check`, unless PyTorch and a framework are there in versions that its integration is for.
+    extra: None: named as the package."""
+    extra = extra or package
+    check("torch", LEAST_TORCH, None, extra)
+    check(package, least, below, extra)
+
+
+def missing(package: str, least: str, below: str, extra: str | None = None) -> str | None:
+    """Why there is no such framework here, as `check_framework` says it, or None."""
+    try:
+        check_framework(package, least, below, extra)
+    except Unsupported as problem:
+        return str(problem)
+    return None
+
 
 def check(package: str, least: str, below: str | None, extra: str) -> None:
     """Raises Unsupported, which names the range, unless a version of `package` from `least` on, and before `below`, is

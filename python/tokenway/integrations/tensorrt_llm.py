@@ -21,7 +21,7 @@ from typing import Any
 from tokenway import InvalidArgument, InvalidUsage, Unsupported
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "1.2", "1.5", "2.7"
+LEAST, BELOW = "1.2", "1.5"
 METHOD = "TOKENWAY"
 # Where TensorRT-LLM has it, by age, the newest first.
 PLACES = ("tensorrt_llm._torch.moe.fused_moe.communication", "tensorrt_llm._torch.modules.fused_moe.communication")
@@ -60,8 +60,7 @@ def register(*, timeout: float | None = None) -> type:
     global _made
     if _made is not None:
         return _made
-    supported.check("torch", LEAST_TORCH, None, "tensorrt-llm")
-    supported.check("tensorrt-llm", LEAST, BELOW, "tensorrt-llm")
+    supported.check_framework("tensorrt-llm", LEAST, BELOW)
     package = _package()
     base, factory = package.Communication, package.CommunicationFactory
     _check_interface(base, factory)

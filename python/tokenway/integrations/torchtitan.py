@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "0.3.0", "0.4", "2.7"
+LEAST, BELOW = "0.3.0", "0.4"
 
 
 def dispatcher(
@@ -45,8 +45,7 @@ def dispatcher(
 def _register() -> None:
     """Makes `dispatcher` known to torchtitan. Raises Unsupported, which names the versions, where torchtitan or PyTorch
     is missing, too old or too new."""
-    supported.check("torch", LEAST_TORCH, None, "torchtitan")
-    supported.check("torchtitan", LEAST, BELOW, "torchtitan")
+    supported.check_framework("torchtitan", LEAST, BELOW)
     from torchtitan.config import override
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 

@@ -16,7 +16,7 @@ from typing import Any
 from tokenway.integrations import supported
 
 # The registry came with 5.24; what may come after it, nobody has tried.
-LEAST, BELOW, LEAST_TORCH = "5.24", "5.25", "2.7"
+LEAST, BELOW = "5.24", "5.25"
 
 
 def register(
@@ -35,8 +35,7 @@ def register(
     (`tokenway.integrations.groups`): collective among the ranks of the experts, which make that pass together, and not
     in a capture. A model's layers share one group. Errors: Unsupported, which names the versions, where transformers or
     PyTorch is missing, too old or too new; InvalidArgument."""
-    supported.check("torch", LEAST_TORCH, None, "transformers")
-    supported.check("transformers", LEAST, BELOW, "transformers")
+    supported.check_framework("transformers", LEAST, BELOW)
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     from tokenway.integrations.groups import Sizes

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from tokenway import Unsupported
 from tokenway.integrations import supported
 
-LEAST, BELOW, LEAST_TORCH = "0.33.0", "0.34", "2.7"
+LEAST, BELOW = "0.33.0", "0.34"
 VARIABLE = "TOKENWAY_VLLM"  # of the environment: "1" is as a call of `register` in every process of vLLM's
 # Of --all2all-backend, and for which of vLLM's it stands.
 NAMES = {
@@ -120,8 +120,7 @@ def offer() -> None:
 
 
 def _check() -> None:
-    supported.check("torch", LEAST_TORCH, None, "vllm")
-    supported.check("vllm", LEAST, BELOW, "vllm")
+    supported.check_framework("vllm", LEAST, BELOW)
 
 
 def _put(module: Any, name: str, made: Any) -> None:

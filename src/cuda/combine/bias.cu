@@ -167,9 +167,7 @@ __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
       const Tile groups{tile.number, begin, min(tile.end, begin + kGroups), 1};
       here = sum_from_bias(s, q, token, terms.fan, first, groups);
     }
-    if (here) continue;
-    fill_nan(p, token, 1, lane(), 32);
-    *s.failed() = 1;
+    if (!here) give_up_token(s, token);
   }
 }
 
@@ -178,11 +176,9 @@ __global__ void __launch_bounds__(kThreads, 1) bias_kernel(const __grid_constant
   Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
   await_earlier();
   if (!begin_sums(&s)) return;
-  const uint32_t arrived = threadIdx.x == 0 ? begin_end(p.group, s.step) : 0;
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums()) sum_all_from_bias(s, q);
-  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
-  finish_combine(s, arrived);
+  conclude_step(s, [&] {
+    if (s.sums()) sum_all_from_bias(s, q);
+  });
 }
 
 }  // namespace

@@ -154,9 +154,7 @@ __device__ void sum_all(const Sum& s, const ChoicesParams& c) {
     for (uint32_t begin = tile.begin; begin < tile.end && here; begin += kGroups) {
       here = sum_returned(s, c, token, first, {tile.number, begin, min(tile.end, begin + kGroups), 1});
     }
-    if (here) continue;
-    fill_nan(p, token, 1, lane(), 32);
-    *s.failed() = 1;
+    if (!here) give_up_token(s, token);
   }
 }
 
@@ -170,12 +168,9 @@ __global__ void __launch_bounds__(kThreads, 1) choices_kernel(const __grid_const
     send_all(s, c);
     if (p.late_signal) publish_last(s);
   }
-  uint32_t arrived = 0;
-  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums()) sum_all(s, c);
-  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
-  if (p.receive) finish_combine(s, arrived);
+  conclude_step(s, [&] {
+    if (s.sums()) sum_all(s, c);
+  });
 }
 
 }  // namespace

@@ -235,8 +235,7 @@ __device__ void sum_all(const ChoiceSum& s) {
     } else if (here) {
       sum_words_of(s, token, first, tile);
     } else {
-      fill_nan(p, token, 1, lane(), 32);
-      *s.failed() = 1;
+      give_up_token(s, token);
     }
   });
 }
@@ -246,17 +245,10 @@ __global__ void __launch_bounds__(kThreads, 1) choices_bulk_kernel(const __grid_
   const CombineParams& p = c.call;
   ChoiceSum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, c};
   if (!begin_step<true>(&s, c)) return;
-  if (s.sends()) {
-    if (!p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    push_chunks<twFloat8e4m3, false>(s);  // S7: nobody here waits. (push_item serves all types.)
-    if (p.late_signal) publish_last(s);
-  }
-  uint32_t arrived = 0;
-  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (p.receive) sum_all(s);
-  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
-  if (p.receive) finish_combine(s, arrived);
+  if (s.sends()) send_in_chunks<false>(s);
+  conclude_step(s, [&] {
+    if (p.receive) sum_all(s);
+  });
 }
 
 }  // namespace

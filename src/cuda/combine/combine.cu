@@ -219,13 +219,9 @@ __device__ inline void bring_near(const Sum& s, const FirstPush& push, int token
 // Does what is left when a block has sent. `sent`: the destinations for its first sum.
 template <twDtype_t kWire, Kind kKind>
 __device__ inline void conclude(const Sum& s, const Sent& sent) {
-  const CombineParams& p = s.p;
-  uint32_t arrived = 0;
-  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums() || (p.receive && p.joins)) sum_tokens<kWire, kKind>(s, sent);
-  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
-  if (p.receive) finish_combine(s, arrived);
+  conclude_step(s, [&] {
+    if (s.sums() || (s.p.receive && s.p.joins)) sum_tokens<kWire, kKind>(s, sent);
+  });
 }
 
 // The kernel of one wire type and kind. Blocks that only send go through their beginning, up to the first tiles, twice

@@ -86,6 +86,15 @@ __device__ inline void publish_last(const Sum& s) {
   publish_signals(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
 }
 
+// Sends rows in chunks, of which a push_item of Call's own knows the types, and the step's signal before them or behind
+// them. By a block that sends. S7: nobody here waits.
+template <bool kFast, class Call>
+__device__ inline void send_in_chunks(const Call& s) {
+  if (!s.p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
+  push_chunks<twDtypeNone, kFast>(s);
+  if (s.p.late_signal) publish_last(s);
+}
+
 // Whether this block waits for the signals: the last block that sends, or where none sends the last.
 __device__ inline bool concludes(const Sum& s) {
   return s.p.receive && blockIdx.x + 1 == static_cast<uint32_t>(s.p.roles.sending);
@@ -172,6 +181,18 @@ __device__ inline void finish_combine(const Sum& s, uint32_t arrived) {
     if (!kPackets && threadIdx.x == 0) s.p.group.channels[s.step.channel].failed = s.step.number;
     spoil<kPackets>(s, static_cast<int>(threadIdx.x), kThreads);
   });
+}
+
+// Does what is left of a step when a block has sent: lets it sum, waits for the step's signals, and ends it. `sums()`
+// is called by all blocks, also by those that have no sums to make.
+template <class Sums>
+__device__ inline void conclude_step(const Sum& s, Sums&& sums) {
+  uint32_t arrived = 0;
+  if (s.p.receive && threadIdx.x == 0) arrived = begin_end(s.p.group, s.step);
+  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(s.p.group, s.step);
+  sums();
+  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
+  if (s.p.receive) finish_combine(s, arrived);
 }
 
 }  // namespace tw::cuda

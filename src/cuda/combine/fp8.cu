@@ -205,8 +205,7 @@ __device__ void sum_fp8_tokens(const Fp8Sum& s, const BiasRows* bias) {
     if (terms.here) {
       sum_fp8_tile<kFast, kBiased>(s, bias, token, terms.fan, u - row * per_row);
     } else {
-      fill_nan(p, token, 1, lane(), 32);
-      *s.failed() = 1;
+      give_up_token(s, token);
     }
   });
 }
@@ -214,13 +213,9 @@ __device__ void sum_fp8_tokens(const Fp8Sum& s, const BiasRows* bias) {
 // Does what is left when a block has sent.
 template <bool kFast, bool kBiased>
 __device__ inline void conclude_fp8(const Fp8Sum& s, const BiasRows* bias) {
-  const CombineParams& p = s.p;
-  uint32_t arrived = 0;
-  if (p.receive && threadIdx.x == 0) arrived = begin_end(p.group, s.step);
-  if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(p.group, s.step);
-  if (s.sums() || (p.receive && p.joins)) sum_fp8_tokens<kFast, kBiased>(s, bias);
-  if (concludes(s) && s.set() == kWarps - 1) await_signals(s);
-  if (p.receive) finish_combine(s, arrived);
+  conclude_step(s, [&] {
+    if (s.sums() || (s.p.receive && s.p.joins)) sum_fp8_tokens<kFast, kBiased>(s, bias);
+  });
 }
 
 template <bool kFast>
@@ -229,11 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_fp8_kernel(const __grid_c
   const CombineParams& p = q.call;
   Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q};
   if (!begin_step<true>(&s, q)) return;
-  if (s.sends()) {
-    if (!p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-    push_chunks<twFloat8e4m3, kFast>(s);  // S7: nobody here waits
-    if (p.late_signal) publish_last(s);
-  }
+  if (s.sends()) send_in_chunks<kFast>(s);
   conclude_fp8<kFast, false>(s, nullptr);
 }
 

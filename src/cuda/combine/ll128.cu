@@ -210,8 +210,7 @@ __device__ inline void sum_tiles(const Sum& s, int token, Sent sent) {
     const auto next = static_cast<int>(divide(u, p.tiles.per_row));
     const Sent after = SentAt(p, next).load();  // on its way while this one is summed
     if (!__all_sync(~0u, sum_packet_tile<kWire, kGroups, kSums>(s, token, tile, sent))) {
-      fill_nan(p, token, 1, lane(), 32);
-      *s.failed() = 1;
+      give_up_token(s, token);
     }
     token = next;
     sent = after;

@@ -328,5 +328,10 @@ __device__ __noinline__ static void fill_nan(const CombineParams& p, int begin, 
     }
   }
 }
+// Writes NaN for a token whose rows did not come, by a warp. The block then says that the step has failed.
+__device__ inline void give_up_token(const Sum& s, int token) {
+  fill_nan(s.p, token, 1, lane(), 32);
+  *s.failed() = 1;
+}
 
 }  // namespace tw::cuda

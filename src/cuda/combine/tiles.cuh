@@ -216,9 +216,7 @@ __device__ inline void sum_tile(const Sum& s, int token, const Tile& tile, const
   } else if (here) {
     here = __all_sync(~0u, sum_packets<kWire, kFast>(s, token, terms.fan, tile));
   }
-  if (here) return;
-  fill_nan(p, token, 1, lane(), 32);
-  *s.failed() = 1;
+  if (!here) give_up_token(s, token);
 }
 
 }  // namespace tw::cuda

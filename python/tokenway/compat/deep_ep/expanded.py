@@ -115,8 +115,7 @@ class Expanded(Exchange):
         group = self.shared.group
         if group is not None:
             group.refuse_routing(plan.layout)
-            views = (each for each in self._views.values() if each.group is group)
-            _refuse_second(plan, view or next(views, group))
+            _refuse_second(plan, view or (self._views.there() or [group])[0])
 
     def send(self, plan: Plan, rows: Rows, sm_limit: int, columns: bool, first: bool) -> dict[str, Tensor]:
         """Sends rows by a routing: "tokens", and what is beside; "ids" and "weights" if it is the first time. Scales by

@@ -14,7 +14,7 @@ from torch import Tensor
 import tokenway as tw
 from tokenway.compat.deep_ep.config import start_tokens
 from tokenway.errors import InUse
-from tokenway.integrations.groups import Peers, SharedGroup, give_back
+from tokenway.integrations.groups import Peers, SharedGroup, Views, give_back
 from tokenway.pytorch import gradients
 from tokenway.pytorch.typed_group import TypedGroup
 
@@ -100,7 +100,7 @@ class Exchange:
     def __init__(self, peers: Peers, experts: int, top_k: int):
         self.experts, self.top_k = experts, top_k
         self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="high_throughput", id_dtype="int64")
-        self._views: dict[Any, TypedGroup] = {}
+        self._views = Views(self.shared)
 
     @property
     def group(self) -> tw.Group:
@@ -112,15 +112,13 @@ class Exchange:
     def view(self, kind: Kind, room: int = 0) -> TypedGroup:
         """The group as such rows see it. Collective the first time, and where rows, or the room for so many tokens of a
         rank, are larger than all before, of which all ranks know alike. Errors: as `SharedGroup.with_room`."""
-        view = self._views.get(kind)
-        group = self.shared.group
-        if view is not None and view.group is group and room <= group.max_tokens:  # else it was closed, or grows
+        view = self._views.find(kind, room)
+        if view is not None:
             return view
         hidden, dtype, beside = kind
         rows = tw.RowType(hidden, dtype, {name: tuple(what) for name, *what in beside} or None)
-        room = max(room, start_tokens() if group is None else group.max_tokens)
-        view = self._views[kind] = self.shared.with_room(rows, room)
-        return view
+        group = self.shared.group
+        return self._views.make(kind, rows, max(room, start_tokens() if group is None else group.max_tokens))
 
 
 class Normal(Exchange):
