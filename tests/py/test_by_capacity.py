@@ -104,16 +104,13 @@ class Shared:
     """Of `SharedGroup` what the exchange asks for: a group as such rows see it."""
 
     def __init__(self, group: Any):
-        self._group, self._views = group, {}
+        self.group = group
 
     def with_room(self, rows: tw.RowType, max_tokens: int) -> Any:
         from tokenway.pytorch.typed_group import TypedGroup
 
-        assert max_tokens <= self._group.max_tokens
-        key = rows.hidden, str(rows.dtype)
-        if key not in self._views:
-            self._views[key] = TypedGroup(self._group, rows)
-        return self._views[key]
+        assert max_tokens <= self.group.max_tokens
+        return TypedGroup(self.group, rows)
 
 
 def of_rank(env: Env, case: Case, change: tuple[str, str] | None = None) -> dict[str, Any]:
