@@ -41,6 +41,13 @@ class Search(NamedTuple):
 SEARCHES = [
     Search("late rank, 2 channels, 6 steps", "LATE", long=True),
     Search("stopped rank, 2 channels, 6 steps", "", long=True),
+    Search("moving weights: handles, 2 channels, 5 dispatches", "HANDLES", long=True, model="moving.pml"),
+    Search(
+        "moving weights: handles, failed pulls, 1 channel, 3 epochs",
+        "HANDLES VOIDS ONE_CHANNEL EPOCHS=3 LENGTH=6",
+        long=True,
+        model="moving.pml",
+    ),
     Search("stopped rank, 2 channels, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
     Search("counts and stopped rank, 2 channels, 4 steps", "COUNTS LENGTH=4"),
     Search(
@@ -53,6 +60,15 @@ SEARCHES = [
     Search("parts and stopped rank, 1 channel, 6 steps, rows apart", "PARTS ONE_CHANNEL ROWS_APART"),
     Search("parts and late rank, 1 channel, 6 steps", "PARTS ONE_CHANNEL LATE"),
     Search("agreement of 4 ranks that come at any time", "", model="agreement.pml"),
+    Search("moving weights: words apart, 1 channel", "APART ONE_CHANNEL LENGTH=4", model="moving.pml"),
+    Search("moving weights: handles, at leisure, 1 channel", "HANDLES AT_LEISURE ONE_CHANNEL", model="moving.pml"),
+    Search("moving weights: failed pulls, death, 1 channel", "VOIDS DEATH ONE_CHANNEL LENGTH=4", model="moving.pml"),
+    Search("moving weights: death, lag 1, 2 channels", "DEATH LAG=1 LENGTH=3", model="moving.pml"),
+    Search("moving weights: failed pulls, lag 1, 2 channels", "VOIDS LAG=1 LENGTH=4", model="moving.pml"),
+    Search("moving weights: handles, lag 1, 2 channels", "HANDLES LAG=1 LENGTH=4", model="moving.pml"),
+    Search("moving weights: handles, 2 layers, 1 channel", "HANDLES LAYERS=2 EPOCHS=3 ONE_CHANNEL", model="moving.pml"),
+    Search("moving weights: failed pulls, some never end, 2 channels", "VOIDS STUCK", model="moving.pml"),
+    Search("moving weights: refusals, 1 channel", "REFUSALS ONE_CHANNEL", model="moving.pml"),
     Search("one-bank", "MUTATION_ONE_BANK ONE_CHANNEL", ("S2", "S3")),
     Search("bank-by-cycle", "MUTATION_BANK_BY_CYCLE ONE_CHANNEL", ("S2", "S3")),
     Search("shared-counter", "MUTATION_SHARED_COUNTER ONE_CHANNEL", ("S4",)),
@@ -70,6 +86,25 @@ SEARCHES = [
     Search("own-count", "MUTATION_OWN_COUNT", ("A2",), model="agreement.pml"),
     Search("every-side", "MUTATION_EVERY_SIDE", ("A1",), model="agreement.pml"),
     Search("one-calm-round", "MUTATION_ONE_CALM_ROUND", ("A1", "A2"), model="agreement.pml"),
+    Search("done-per-peer", "MUTATION_DONE_PER_PEER ONE_CHANNEL LENGTH=3 EPOCHS=1", ("M2",), model="moving.pml"),
+    Search("flags-direct", "MUTATION_FLAGS_DIRECT ONE_CHANNEL", ("M2",), model="moving.pml"),
+    Search("short-lag", "MUTATION_SHORT_LAG ONE_CHANNEL LENGTH=3 EPOCHS=1", ("M2",), model="moving.pml"),
+    Search("one-version", "MUTATION_ONE_VERSION", ("M2",), model="moving.pml"),
+    Search("refuser-takes-nothing", "MUTATION_REFUSER_TAKES_NOTHING REFUSALS ONE_CHANNEL", ("M2",), model="moving.pml"),
+    Search("bind-at-route", "MUTATION_BIND_AT_ROUTE ONE_CHANNEL", ("M2", "M4"), model="moving.pml"),
+    Search("done-before-pull", "MUTATION_DONE_BEFORE_PULL ONE_CHANNEL", ("M1", "M4"), model="moving.pml"),
+    Search("overlapping-epochs", "MUTATION_OVERLAP ONE_CHANNEL", ("M1",), model="moving.pml"),
+    Search("open-after-own-pull", "MUTATION_OPEN_AFTER_PULL ONE_CHANNEL", ("M1", "M4"), model="moving.pml"),
+    Search("open-after-one-channel", "MUTATION_OPEN_AFTER_CHANNEL", ("M4",), model="moving.pml"),
+    Search("reads-not-awaited", "MUTATION_UNDRAINED ONE_CHANNEL", ("M4",), model="moving.pml"),
+    Search("handle-ignored", "MUTATION_HANDLE_IGNORED HANDLES ONE_CHANNEL", ("M4",), model="moving.pml"),
+    Search("table-by-epoch", "MUTATION_TABLE_BY_EPOCH VOIDS ONE_CHANNEL", ("M5",), model="moving.pml"),
+    Search("void-ignored", "MUTATION_VOID_IGNORED VOIDS ONE_CHANNEL", ("M1", "M4", "M6"), model="moving.pml"),
+    Search("least-after-death", "MUTATION_LEAST_AFTER_DEATH DEATH ONE_CHANNEL", ("M7",), model="moving.pml"),
+    Search(
+        "own-voids-after-death", "MUTATION_OWN_VOIDS_AFTER_DEATH VOIDS DEATH ONE_CHANNEL", ("M7",), model="moving.pml"
+    ),
+    Search("wait-for-pull", "MUTATION_WAIT_FOR_PULL STUCK ONE_CHANNEL", ("hang",), model="moving.pml"),
 ]
 
 # Whatever says that part of the state space was not looked at.
@@ -115,7 +150,7 @@ def judge(search, output):
     if "out of bounds" in output:
         return "the model indexes out of bounds", False
     if int(errors[1]):
-        found = re.search(r"assertion violated .*\b([SA]\d+)\)* \(at depth", output)
+        found = re.search(r"assertion violated .*\b([SAM]\d+)\)* \(at depth", output)
         claim = found[1] if found else "hang" if "invalid end state" in output else "an unnamed error"
         if claim in search.caught_by:
             return f"caught by {claim}", True
@@ -135,14 +170,17 @@ def run(search, compiler, scratch, want_story):
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(dir=scratch))
     # spin breaks its own C preprocessor command at odd characters in a path, and copies are cheap.
-    shutil.copy(MODELS / search.model, folder / "model.pml")
+    for model in MODELS.glob("*.pml"):
+        shutil.copy(model, folder)
     defines = [f"-D{switch}" for switch in search.switches.split()]
     output, story = "", ""
     try:
+        # A mutation is found at once, so there is no time to be saved that compiling well would not take.
+        optimisation = "-O0" if search.caught_by else "-O2"
         # NOREDUCE: every transition touches what others see, so partial-order reduction finds nothing to leave out.
         for step in (
-            ["spin", *defines, "-a", "model.pml"],
-            [compiler, "-O2", "-w", "-DSAFETY", "-DNOREDUCE", f"-DMEMLIM={MEMORY_MIB}", "-o", "pan", "pan.c"],
+            ["spin", *defines, "-a", search.model],
+            [compiler, optimisation, "-w", "-DSAFETY", "-DNOREDUCE", f"-DMEMLIM={MEMORY_MIB}", "-o", "pan", "pan.c"],
         ):
             code, output = command(step, folder)
             if code:
@@ -151,8 +189,8 @@ def run(search, compiler, scratch, want_story):
             # Claims that one mutation's #ifdef leaves unreachable are no news: -n leaves that listing out.
             _, output = command(["./pan", f"-m{DEPTH}", "-n"], folder)
         verdict, passed = judge(search, output)
-        if want_story and (folder / "model.pml.trail").exists():
-            story = command(["spin", *defines, "-t", "-p", "model.pml"], folder)[1]
+        if want_story and (folder / f"{search.model}.trail").exists():
+            story = command(["spin", *defines, "-t", "-p", search.model], folder)[1]
     except subprocess.TimeoutExpired:
         verdict, passed = f"TRUNCATED: {SECONDS} s", False
     shutil.rmtree(folder, ignore_errors=True)
