@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1) choices_bulk_kernel(const __grid_
   const CombineParams& p = c.call;
   ChoiceSum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, c};
   if (!begin_step<true>(&s, c)) return;
-  if (s.sends()) send_in_chunks<false>(s);
+  if (s.sends()) send_in_chunks(s, [&] { push_chunks<twDtypeNone, false>(s); });
   conclude_step(s, [&] {
     if (p.receive) sum_all(s);
   });

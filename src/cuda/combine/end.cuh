@@ -86,12 +86,12 @@ __device__ inline void publish_last(const Sum& s) {
   publish_signals(s.p.group, s.step, Mode::kCombine, [&](int rank) { return s.counts()[rank]; });
 }
 
-// Sends rows in chunks, of which a push_item of Call's own knows the types, and the step's signal before them or behind
-// them. By a block that sends. S7: nobody here waits.
-template <bool kFast, class Call>
-__device__ inline void send_in_chunks(const Call& s) {
+// Sends rows in chunks, by push(), and the step's signal before them or behind them. By a block that sends. S7: nobody
+// here waits.
+template <class Push>
+__device__ inline void send_in_chunks(const Sum& s, Push&& push) {
   if (!s.p.late_signal && blockIdx.x == 0 && s.set() == 0) publish_first(s);
-  push_chunks<twDtypeNone, kFast>(s);
+  push();
   if (s.p.late_signal) publish_last(s);
 }
 

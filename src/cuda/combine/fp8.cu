@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine_fp8_kernel(const __grid_c
   const CombineParams& p = q.call;
   Fp8Sum s{{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}}, q};
   if (!begin_step<true>(&s, q)) return;
-  if (s.sends()) send_in_chunks<kFast>(s);
+  if (s.sends()) send_in_chunks(s, [&] { push_chunks<twDtypeNone, kFast>(s); });
   conclude_fp8<kFast, false>(s, nullptr);
 }
 
