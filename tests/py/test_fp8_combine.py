@@ -90,9 +90,11 @@ def test_ranks(world, nranks, scale) -> None:
 
 
 @pytest.mark.parametrize("mode", LAYOUTS)
-def test_many_tokens(world, mode) -> None:
-    """Many chunks of an owner, and none of another; sizes that change from round to round."""
-    setup = replace(OWN, mode=mode, hidden=8, combine_hidden=264, max_tokens=150, top_k=2)
+@pytest.mark.parametrize(("elements", "top_k"), [(264, 2), (1024, 3)])
+def test_many_tokens(world, elements, top_k, mode) -> None:
+    """Many chunks of an owner, and none of another; sizes that change from round to round. Rows of whole tiles have a
+    kernel of their own, in which warps look ahead."""
+    setup = replace(OWN, mode=mode, hidden=8, combine_hidden=elements, max_tokens=150, top_k=top_k)
     base = Round((150, 0, 33), rows="bfloat16", out="bfloat16", weighting="none")
     rounds = [
         replace(base, layout=layout, seed=seed, tokens=tokens)
