@@ -97,12 +97,8 @@ __device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
 }
 
 // Loads a thread's part of a tile whose elements are all there, of a 16-bit type, in rows that begin at multiples of 16
-// bytes. All of it is on its way before the first of it is looked at. `largest`: the largest magnitude of each step, as
-// largest_of gives it, found two elements at a time.
-template <twDtype_t kType>
-__device__ __forceinline__ void load_whole(const std::byte* row, int64_t begin, Sixteen (&to)[kFp8Steps],
-                                           uint32_t (&largest)[kFp8Steps]) {
-  uint4 raw[kFp8Steps][2];
+// bytes. All of it is on its way before the first of it is looked at.
+__device__ __forceinline__ void load_raw(const std::byte* row, int64_t begin, uint4 (&raw)[kFp8Steps][2]) {
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
 #pragma unroll
@@ -110,6 +106,12 @@ __device__ __forceinline__ void load_whole(const std::byte* row, int64_t begin, 
       raw[u][i] = load_fresh<uint4>(reinterpret_cast<const uint4*>(row + 2 * (begin + u * kFp8Step)) + i);
     }
   }
+}
+// Widens what load_raw has loaded. `largest`: the largest magnitude of each step, as largest_of gives it, found two
+// elements at a time.
+template <twDtype_t kType>
+__device__ __forceinline__ void widen_raw(const uint4 (&raw)[kFp8Steps][2], Sixteen (&to)[kFp8Steps],
+                                          uint32_t (&largest)[kFp8Steps]) {
 #pragma unroll
   for (int u = 0; u < kFp8Steps; ++u) {
     largest[u] = largest_of_pairs<kType>(raw[u][0], raw[u][1]);
@@ -119,6 +121,13 @@ __device__ __forceinline__ void load_whole(const std::byte* row, int64_t begin, 
       spread_word(kType, high_half(raw[u][i]), 8 * i + 4, &to[u]);
     }
   }
+}
+template <twDtype_t kType>
+__device__ __forceinline__ void load_whole(const std::byte* row, int64_t begin, Sixteen (&to)[kFp8Steps],
+                                           uint32_t (&largest)[kFp8Steps]) {
+  uint4 raw[kFp8Steps][2];
+  load_raw(row, begin, raw);
+  widen_raw<kType>(raw, to, largest);
 }
 
 // A quotient that ends at +-448, where the conversion to e4m3 does not see to that.

@@ -94,7 +94,9 @@ void plan_fp8(const Budget& budget, const Shape& shape, const CombineFacts& fact
   p.joins = 1;
   p.pushed_parts = parts;
   p.turn_chunks = 1;
-  p.drawn = turns_ahead(shape.chunk_rows * parts);
+  // A warp has up to two tiles that it has not sent when it looks for the next (combine/fp8_send.cuh).
+  const int32_t items = shape.chunk_rows * parts;
+  p.drawn = std::min(kChunks / 2, turns_ahead(items) + (2 * kWarps + items - 1) / items);
 }
 
 void plan_choices(const Budget& budget, const Shape& shape, bool packets, bool apart, CombineParams* params) {
