@@ -9,7 +9,7 @@
 // not go as packets, so a fence, a signal and a flight follow the last chunk, some 5 us: with few tokens that is more
 // than half of the bytes saves. A quantising pass before a combine of plain rows would read all rows once and write
 // half of that, 60 us for 4096 tokens between four ranks, in which the link has nothing to do. Measured: 0.65x at 4096
-// tokens, 0.95x at 512 between two, where half of the rows stay (2x H200, bench/results/returns-2-gpus.json); 0.56x and
+// tokens, 0.94x at 512 between two, where half of the rows stay (2x H200, bench/results/returns-2-gpus.json); 0.56x and
 // 0.74x by an older kernel between four (4x H100, returns-4-gpus.json).
 //
 // What it waits for is memory, so both halves look ahead: a sender loads a row while it quantises the one before, and a
