@@ -86,8 +86,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "ranks": ("comm launch meeting nccl party portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
-        "arguments blocks calls collectives counting exchange group growth handle leases maps native_group outputs "
-        "received routing_layout row_types shape spare structs",
+        "arguments blocks calls collectives counting exchange group growth handle leases maps moving "
+        "native_group outputs received routing_layout row_types shape spare structs",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be
@@ -101,7 +101,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # how do commands read options and print, and what do they run on
     "console": ("machine tables usage", NATIVE),
     # where do experts go
-    "balance": ("balance/", TENSORS | {"routing", "console"}),
+    "balance": ("balance/", GROUPS | {"routing", "console"}),
     # what does PyTorch get: all that cannot be imported without it
     "pytorch": ("pytorch/", GROUPS | {"rows", "oracle"}),
     # ... under which names

@@ -43,15 +43,18 @@ typedef struct {
                                // to serve, in any unit, at least 0, and in sum more than 0 for each expert. Copied.
                                // NULL: alike
   twReplicaPolicy_t policy;
-  int32_t count_loads;  // 1: dispatches count, and tell all ranks (twGroupLoads)
-  float load_decay;     // what is left of older dispatches' counts after one more dispatch, 0 <= d < 1
+  int32_t count_loads;    // 1: dispatches count, and tell all ranks (twGroupLoads)
+  float load_decay;       // what is left of older dispatches' counts after one more dispatch, 0 <= d < 1
+  uint64_t weight_bytes;  // bytes of each rank's window for weights that peers may read (twGroupPull); 0: none
+  int32_t moves;          // 1: layers get new maps while steps run (moving.h); needs count_loads
 } twPlacement_t;
-#define TW_PLACEMENT_INIT {sizeof(twPlacement_t), 1, 0, NULL, NULL, twReplicaRoundRobin, 0, 0.99f}
+#define TW_PLACEMENT_INIT {sizeof(twPlacement_t), 1, 0, NULL, NULL, twReplicaRoundRobin, 0, 0.99f, 0, 0}
 
 // Does what twHandleCreate does, for a layer: 0..num_layers-1. twHandleCreate is for layer 0; twHandleUpdate keeps the
 // layer. A handle keeps the slots that its routing got. On the CPU it gets them here, on the CUDA backend in its first
 // dispatch (in high throughput the exchange of counts), by the map that is there in stream order; in a captured graph,
-// by the map at each replay.
+// by the map at each replay. In a group whose maps move a handle gets its slots in its first dispatch or exchange of
+// counts on the CPU too.
 TW_API twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, int32_t layer, const twTensor_t* ids,
                                          const twTensor_t* weights, void* memory);
 
@@ -60,12 +63,12 @@ TW_API twResult_t twHandleCreateForLayer(twHandle_t* handle, twGroup_t group, in
 // weights: whoever replaces a map has moved them. On the CUDA backend the call waits for the device, or, where ranks
 // are threads of a process, for the streams that calls of this group have used; none of these may be captured
 // meanwhile. Replays of captured graphs follow the new map. Errors: twInvalidArgument, twInvalidUsage for a group
-// without config.placement, and the sticky ones.
+// without config.placement or one whose maps move, and the sticky ones.
 TW_API twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot_expert,
                                     const float* slot_shares, void* stream);
 
-// Gives a layer's map as it is, and its shares (all 1 if none were given): [P]; NULL: not wanted. Errors: those of
-// twGroupReplaceMap that are about arguments.
+// Gives a layer's map as it is, where maps move as far as all lanes of this rank have it, and its shares (all 1 if none
+// were given): [P]; NULL: not wanted. Errors: those of twGroupReplaceMap that are about arguments.
 TW_API twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares);
 
 // Gives the load statistics: how often each expert has been chosen. loads: [num_layers, E], the decaying average of the

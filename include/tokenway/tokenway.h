@@ -156,6 +156,7 @@ TW_API twResult_t twHandleNumRecvTokens(twHandle_t handle, int32_t* counts, int3
 // ------------------------------------------------------------------------------------------------- interrupts, leases
 #include "tokenway/interrupt.h"
 #include "tokenway/leases.h"
+#include "tokenway/moving.h"
 #include "tokenway/plan.h"
 
 // ----------------------------------------------------------------------------------- rows to 8 bits, and activation

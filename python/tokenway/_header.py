@@ -143,6 +143,18 @@ class Placement(Struct):
         ("policy", c_int),
         ("count_loads", c_int32),
         ("load_decay", c_float),
+        ("weight_bytes", c_uint64),
+        ("moves", c_int32),
+    ]
+
+
+class Epochs(Struct):
+    _fields_: ClassVar = [
+        ("staged", c_uint32),
+        ("ready", c_uint32),
+        ("agreed", c_uint32),
+        ("voids", c_uint32),
+        ("oldest", c_uint32),
     ]
 
 
@@ -403,6 +415,11 @@ FUNCTIONS = {
     "twGroupRoutingLayout": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "twGroupReplaceMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "twGroupMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p]),
+    "twGroupStageMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, POINTER(c_uint32)]),
+    "twGroupWeights": (c_int, [c_void_p, c_int32, POINTER(c_void_p), POINTER(c_uint64)]),
+    "twGroupPull": (c_int, [c_void_p, c_int32, c_uint64, c_uint64, c_uint64, c_void_p]),
+    "twGroupReady": (c_int, [c_void_p, c_uint32, c_int32]),
+    "twGroupEpochs": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleRelease": (c_int, [c_void_p]),

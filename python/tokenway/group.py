@@ -23,6 +23,7 @@ from tokenway.growth import reserve
 from tokenway.handle import Handle, Tensor
 from tokenway.leases import LeaseInfo
 from tokenway.maps import Maps
+from tokenway.moving import Moving
 from tokenway.native_group import NativeGroup, pointer_of
 from tokenway.outputs import Outputs
 from tokenway.placement import Placement
@@ -185,6 +186,7 @@ class Group(Calls, _native.Shared):
         self._exchange = Exchange(native, shape, blocks, self._counting, self._outputs)
         self._collectives = Collectives(native, shape, blocks, self._outputs)
         self._maps = Maps(native, settings.placement, shape.experts)
+        self.moving = Moving(native, self._maps, info.lanes)  # maps that all ranks take over in the same dispatch
         self._window_bytes: int = info.window_bytes
         self.rank = shape.rank
         self.nranks = shape.nranks
@@ -415,14 +417,14 @@ class Group(Calls, _native.Shared):
 
         They agree on who survives; ranks are renumbered (`comm_ranks` names them). Who has died, given the group up or
         closed it is left out at once, one that does not answer after the timeout (10 s at least). Keeps this group's
-        settings with the default places of experts, but for `changes` (keywords of Group). This group stays to be
-        closed. Raises Excluded on a rank that the others have given up, and CallMismatch where as many ranks create a
-        group instead.
+        settings with the default places of experts, but for `changes` (keywords of Group; where maps move, expert_map
+        must be among them). This group stays to be closed. Raises Excluded on a rank that the others have given up, and
+        CallMismatch where as many ranks create a group instead.
         """
         survivors = c_void_p()
         base = self.pointer
         with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
-            settings = replace(self.settings, **({"expert_map": self._maps.of_survivors()} | changes))
+            settings = replace(self.settings, **(self._maps.of_survivors(changes) | changes))
             config, keep = make_config(settings)
         shrunk = _native.lib.twGroupShrink(base, byref(config), byref(survivors))
         _native.check(shrunk, base, settings.payload_names())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tokenway import _native
+from tokenway.errors import InvalidUsage
 from tokenway.native_group import NativeGroup
 from tokenway.placement import Placement, spread
 
@@ -35,11 +37,15 @@ class Maps:
         _native.check(_native.lib.twGroupMap(self._native.pointer, layer, table.ctypes.data, shares.ctypes.data))
         return table, shares
 
-    def replace(self, slot_expert: Any, layer: int, shares: Any) -> None:
-        """As `Group.replace_map` says."""
+    def given(self, slot_expert: Any, shares: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        """A layer's next map and its shares, [P] each, as C takes them."""
         shape = 1, self.slots
         table = spread("slot_expert", slot_expert, shape, np.int32)
-        of = None if shares is None else spread("shares", shares, shape, np.float32)
+        return table, None if shares is None else spread("shares", shares, shape, np.float32)
+
+    def replace(self, slot_expert: Any, layer: int, shares: Any) -> None:
+        """As `Group.replace_map` says."""
+        table, of = self.given(slot_expert, shares)
         given = table.ctypes.data, None if of is None else of.ctypes.data
         layer = _native.fit("layer", layer)
         stream = self._native.place.stream()
@@ -51,10 +57,15 @@ class Maps:
         _native.check(_native.lib.twGroupLoads(self._native.pointer, loads.ctypes.data, counted.ctypes.data))
         return loads, counted
 
-    def of_survivors(self) -> Placement | None:
-        """The placement of a group of fewer ranks: the maps as they are, over slots in blocks."""
+    def of_survivors(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The expert_map of a group of fewer ranks, unless changes have one: the maps as they are, slots in blocks.
+        InvalidUsage where maps move: ranks that were in other steps may have different ones."""
+        if "expert_map" in changes:
+            return {}
         if self._placement is None:
-            return None
+            return {"expert_map": None}
+        if self._placement.moves:
+            raise InvalidUsage("maps of the group move, so survivors may have different ones: give expert_map")
         tables, shares = (np.stack(parts) for parts in zip(*map(self.read, range(self.layers)), strict=True))
         used = shares if self._placement.policy == "shares" else None
-        return replace(self._placement, slot_expert=tables, shares=used, where=None)
+        return {"expert_map": replace(self._placement, slot_expert=tables, shares=used, where=None)}

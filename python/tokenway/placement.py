@@ -28,6 +28,8 @@ class Placement:
         "shares"       by `shares`, [P] or [layers, P] float32, spread evenly over tokens (default: all alike)
         "balanced"     as levels the ranks' loads best by the counts of this rank's batch
     count_loads: dispatches count what is chosen (`Group.loads`). load_decay: what is left of older ones after one more.
+    moves: layers get new maps while steps run (`Group.moving`); needs count_loads. weight_bytes: of each rank's window
+    for experts' weights, which peers may read. `balance.Weights` says how many.
     All ranks must give the same.
     """
 
@@ -39,6 +41,8 @@ class Placement:
     shares: Any = None
     count_loads: bool = False
     load_decay: float = 0.99
+    moves: bool = False
+    weight_bytes: int = 0
 
     @classmethod
     def of(cls, expert_map: Any, experts: int | None) -> Placement | None:
@@ -96,6 +100,8 @@ class Placement:
         if not isinstance(self.load_decay, numbers.Real):
             raise InvalidArgument.of("load_decay", f"is {self.load_decay!r}; it must be a number from 0 to 1")
         given.load_decay = self.load_decay
+        given.moves = 1 if self.moves else 0
+        given.weight_bytes = _native.fit("weight_bytes", self.weight_bytes, 62)
         return given, (table, shares)
 
 

@@ -67,6 +67,8 @@ Status check_layout(const Argument& name, twLayout_t id, bool exact, const char*
 // Checks that it is one of the group's mode.
 Status check_layout(const Argument& name, twLayout_t id, const twGroup& group);
 Status check_layer(const twGroup& group, int32_t layer);
+// Checks a map that is to become a layer's, [P], and its shares, [P] or NULL. In placement.cc.
+Status check_next_map(const PlacementSpec& spec, const int32_t* slot_expert, const float* slot_shares);
 
 // Where [token, k] lies, in elements. The stride of a dimension of one element may be anything.
 inline int64_t place_of(const twTensor_t& tensor, int64_t token, int64_t k) {

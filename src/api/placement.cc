@@ -17,6 +17,15 @@ Status check_layer(const twGroup& group, int32_t layer) {
   return check_range("layer", layer, 0, layers - 1);
 }
 
+Status check_next_map(const PlacementSpec& spec, const int32_t* slot_expert, const float* slot_shares) {
+  TW_CHECK_NOT_NULL(slot_expert);
+  if (slot_shares != nullptr && spec.policy != twReplicaShares) {
+    return fail(twInvalidArgument, "{} is given; only policy {} has them", Argument("slot_shares"),
+                TW_CONSTANT(twReplicaShares));
+  }
+  return check_map(spec, -1, slot_expert, slot_shares);
+}
+
 namespace {
 
 Status check_mapped(twGroup_t group, int32_t layer) {
@@ -41,13 +50,12 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
   return enter_group("twGroupReplaceMap", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, layer));
     TW_RETURN_IF_FAILED(tw::check_usable(*group, twPhaseNone));
-    TW_CHECK_NOT_NULL(slot_expert);
     tw::PlacementSpec& spec = group->config.placement;
-    if (slot_shares != nullptr && spec.policy != twReplicaShares) {
-      return fail(twInvalidArgument, "{} is given; only policy {} has them", Argument("slot_shares"),
-                  TW_CONSTANT(twReplicaShares));
+    if (spec.moves) {
+      return fail(twInvalidUsage, "the group was created with {} 1: its maps are staged, by {}",
+                  Argument("config.placement->moves"), tw::Function{"twGroupStageMap"});
     }
-    TW_RETURN_IF_FAILED(tw::check_map(spec, -1, slot_expert, slot_shares));
+    TW_RETURN_IF_FAILED(tw::api::check_next_map(spec, slot_expert, slot_shares));
     TW_RETURN_IF_FAILED(group->backend->check_stream(stream));
     tw::ExpertMap map(spec, layer, slot_expert, slot_shares, group->context.placement, group->me());
     TW_RETURN_IF_FAILED(tw::heed_interrupt(*group, group->backend->replace_map(layer, map, stream)));
@@ -60,6 +68,7 @@ twResult_t twGroupReplaceMap(twGroup_t group, int32_t layer, const int32_t* slot
 twResult_t twGroupMap(twGroup_t group, int32_t layer, int32_t* slot_expert, float* slot_shares) {
   return enter_group("twGroupMap", group, [&]() -> Status {
     TW_RETURN_IF_FAILED(check_mapped(group, layer));
+    if (group->moving != nullptr) TW_RETURN_IF_FAILED(tw::close_epochs(*group));
     const tw::PlacementSpec& spec = group->config.placement;
     if (slot_expert != nullptr) std::copy_n(spec.map(layer), spec.slots, slot_expert);
     const float* const shares = spec.shares(layer);

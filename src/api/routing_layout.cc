@@ -77,6 +77,10 @@ twResult_t twGroupRoutingLayout(twGroup_t group, int32_t layer, const twTensor_t
       return tw::fail(twUnsupported, "{} is {}; {} tells where one rank's tokens go, and each of these sends a share",
                       tw::Argument("config.token_replicas"), tw::Value(replicas), tw::Function{"twGroupRoutingLayout"});
     }
+    if (group->moving != nullptr) {
+      return tw::fail(twUnsupported, "{} is 1; a routing gets its map in its first step, which {} does not make",
+                      tw::Argument("config.placement->moves"), tw::Function{"twGroupRoutingLayout"});
+    }
     tw::api::CheckedRouting checked;
     TW_RETURN_IF_FAILED(tw::api::check_routing(*group, nullptr, ids, nullptr, &checked));
     TW_RETURN_IF_FAILED(checked.too_many);

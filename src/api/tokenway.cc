@@ -61,6 +61,7 @@ void route(const twGroup& group, const tw::api::CheckedRouting& all, twHandle* h
   handle->sizing.reset();
   const tw::ExpertMap* const map = group.maps.empty() ? nullptr : &group.maps[handle->map.layer];
   handle->map.digest = map == nullptr ? 0 : map->digest();
+  handle->map.bound = false;
   if (group.backend->on_device()) {  // its first dispatch copies and assigns
     handle->routing.tokens = checked.tokens;
     handle->source = tw::api::source_of(checked);
@@ -70,6 +71,7 @@ void route(const twGroup& group, const tw::api::CheckedRouting& all, twHandle* h
   if (shares) handle->all.sum = tw::api::choices_digest(group.shape(), all);
   tw::api::copy_routing(group.shape(), checked, &handle->routing);
   if (group.shape().counts_loads != 0) tw::count_choices(group.shape(), handle->routing, handle->map.choices);
+  if (group.moving != nullptr) return;  // its first step says by which map
   if (map != nullptr) {
     tw::choose_slots(group.shape(), group.context.placement, *map, group.config.placement.policy, &handle->routing);
   }

@@ -83,6 +83,11 @@ Status place_in(const Arena& arena, GroupConfig* config) {
     return fail(twInvalidArgument, "{} is {}; in the window of {} it must be 0, as leases are the first group's",
                 Argument("config.lease_bytes"), Value(config->given.lease_bytes), Argument("config.arena"));
   }
+  if (config->shape().weight_bytes > 0) {
+    return fail(twInvalidArgument, "{} is {}; in the window of {} it must be 0, as weights are the first group's",
+                Argument("config.placement->weight_bytes"), Value(config->shape().weight_bytes),
+                Argument("config.arena"));
+  }
   const Room& needed = config->room;
   const Room& there = arena.room;
   if (needed.bank > there.bank) return too_little("for a bank of rows", needed.bank, there.bank);

@@ -15,6 +15,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/config.h"
+#include "core/moving_backend.h"
 #include "core/record.h"
 #include "core/routing_source.h"
 #include "core/sharing_call.h"
@@ -63,13 +64,6 @@ struct PerExpert {
   // [L + 1], low latency on hosts alone: the same of what a dispatch has brought. Apart, as a handle of both modes may
   // be dispatched by its counts again.
   int64_t* slot_begin = nullptr;
-};
-
-// By which of a placement's maps the ids became slots.
-struct MapOfRouting {
-  int32_t layer = 0;
-  uint32_t digest = 0;         // the map's; 0 without a placement
-  int32_t* choices = nullptr;  // [E] how often its tokens choose each expert, in a group that counts
 };
 
 // What a handle has on a device alone: arrays there, and what the host knows of them.
@@ -303,7 +297,7 @@ struct DeviceLinks {
   int32_t refusal = 0;
 };
 
-class Backend {
+class Backend : public MovingBackend {
  public:
   explicit Backend(const Context& context) : context_(context) {}
   virtual ~Backend() = default;
@@ -390,7 +384,6 @@ class Backend {
 
   // Replaces a layer's map, for routings that are read after what is enqueued on the stream.
   virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }
-
   // Gives the averages of all layers, in a group that counts: tokenway/placement.h. dispatches may be NULL. Never
   // waits.
   virtual void read_loads(float* /*loads*/, int64_t* /*dispatches*/) {}

@@ -236,6 +236,7 @@ Status exchange_counts(twGroup& group, twHandle& handle, const CountsCall& call,
     handle.dispatched = handle.dispatched && (!handle.exact || now.room == before.room);
     handle.device.placed = twRankMajor;
   }
+  bind_routing(group, handle, channel, call.stream);
   note_capture(group, handle, call.stream, true, false);
   handle.counts_deadline = TimePoint::max();
   handle.pending = Pending::kCounts;
@@ -341,6 +342,8 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
     const bool here = call->receive_offset[q] != 0 && target == group.backend->window() + call->receive_offset[q];
     if (here && layout_of(call->targets.layout).views()) target = nullptr;
   }
+  // In high throughput the exchange of counts was the routing's first step.
+  if (!call->rows.map.shape().exact()) bind_routing(group, handle, channel, call->stream);
   group.channels[channel].viewed = call->at.step;
   handle.bound = call->bound;
   if (exact) handle.sizing = handle.is_sized();

@@ -14,18 +14,6 @@
 namespace tw {
 namespace {
 
-struct DtypeInfo {
-  const char* name;
-  int bytes;
-};
-
-constexpr DtypeInfo kDtypes[] = {
-    {"none", 0},    {"uint8", 1},       {"int8", 1},        {"int16", 2},   {"uint16", 2},   {"int32", 4},
-    {"uint32", 4},  {"int64", 8},       {"uint64", 8},      {"float16", 2}, {"bfloat16", 2}, {"float32", 4},
-    {"float64", 8}, {"float8_e4m3", 1}, {"float8_e5m2", 1}, {"bool", 1},
-};
-constexpr int kDtypeCount = sizeof kDtypes / sizeof kDtypes[0];
-
 // Refuses what low latency does not have.
 Status check_absent(const Argument& field, int64_t value) {
   if (value == 0) return {};
@@ -43,7 +31,7 @@ Status check_payloads(const twGroupConfig_t& given, Shape* shape) {
   TW_RETURN_IF_FAILED(check_range("config.num_payloads", given.num_payloads, 1, TW_MAX_PAYLOADS));
   for (int q = 0; q < given.num_payloads; ++q) {
     const twPayload_t& payload = given.payloads[q];
-    TW_RETURN_IF_FAILED(check_range({"config.payloads[].dtype", q}, payload.dtype, 1, kDtypeCount - 1));
+    TW_RETURN_IF_FAILED(check_range({"config.payloads[].dtype", q}, payload.dtype, 1, kDtypes - 1));
     TW_RETURN_IF_FAILED(
         row_bytes({"config.payloads[].elements", q}, payload.elements, payload.dtype, &shape->payload_bytes[q]));
   }
@@ -291,6 +279,8 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.placement->policy", placement.policy);
   visit("config.placement->count_loads", placement.counts_loads);
   visit("config.placement->load_decay", std::bit_cast<int32_t>(placement.decay), kBits);
+  visit("config.placement->moves", placement.moves);
+  visit("config.placement->weight_bytes", static_cast<int64_t>(placement.weight_bytes));
   visit("config.arena", static_cast<int64_t>(config.loads), " (the place of load statistics there)");
   visit("TOKENWAY_FIRST_STEP", config.first_step);
   visit("TOKENWAY_LINE_TOKENS", config.shape().packet_tokens);
@@ -300,24 +290,6 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.room_for", static_cast<int64_t>(config.room.packets), " (bytes of a bank's LL128 packets)");
   visit("config.room_for", static_cast<int64_t>(config.room.loads), " (bytes of load statistics)");
 }
-
-}  // namespace
-
-int dtype_bytes(twDtype_t dtype) {
-  return static_cast<int>(dtype) > 0 && static_cast<int>(dtype) < kDtypeCount ? kDtypes[dtype].bytes : 0;
-}
-
-const char* dtype_name(twDtype_t dtype) {
-  return static_cast<int>(dtype) >= 0 && static_cast<int>(dtype) < kDtypeCount ? kDtypes[dtype].name : "unknown";
-}
-
-std::string dtype_text(twDtype_t dtype) {
-  return std::string(dtype_name(dtype)) + " (" + std::to_string(static_cast<int>(dtype)) + ")";
-}
-
-bool is_summable(twDtype_t dtype) { return dtype == twFloat32 || dtype == twBfloat16 || dtype == twFloat16; }
-
-namespace {
 
 // Makes a lane's room large enough for the groups that shall be placed in this window: one at a time uses a bank, but
 // all keep their load statistics.
@@ -377,6 +349,8 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
   shape.experts = config->placement.slots;
   shape.logical_experts = config->placement.given ? given.num_experts : 0;
   shape.counts_loads = config->placement.counts_loads ? 1 : 0;
+  shape.moves = config->placement.moves ? 1 : 0;
+  shape.weight_bytes = config->placement.weight_bytes;
   shape.top_k = given.top_k;
   TW_RETURN_IF_FAILED(check_range("config.combine_rows", given.combine_rows, twRowPerRank, twRowPerExpert));
   shape.per_expert = given.combine_rows == twRowPerExpert ? 1 : 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bootstrap/bootstrap.h"
+#include "core/dtypes.h"
 #include "core/env.h"
 #include "core/placement.h"
 #include "core/status.h"
@@ -28,14 +29,6 @@ struct GroupConfig {
 
   const Shape& shape() const { return map.shape(); }
 };
-
-// Bytes of one element; 0 if the value is no dtype.
-int dtype_bytes(twDtype_t dtype);
-const char* dtype_name(twDtype_t dtype);
-// Its name and number, as sentences say it: "int64 (7)".
-std::string dtype_text(twDtype_t dtype);
-// Whether combine can sum this type.
-bool is_summable(twDtype_t dtype);
 
 // Checks a caller's configuration for a group of `ranks`. Errors name the field, its value and the allowed range.
 // `on_device`: for the CUDA backend, whose windows have LL128 packets and chunk signals beside what the CPU's have.

@@ -60,6 +60,7 @@ twGroup::twGroup(twComm* on, tw::GroupConfig checked, std::vector<int> ranks, in
       context(make_context(config, maps, rank, number, in.get())),
       channels(arena->channels) {
   if (in == nullptr) arena->first = this;
+  if (config.placement.moves) moving = std::make_unique<tw::Moving>(config.placement.layers);
   tw::HandleArrays measured;
   handle_bytes = place_arrays(nullptr, &measured);
   ++comm->groups;

@@ -20,6 +20,7 @@
 #include "core/config.h"
 #include "core/handle.h"
 #include "core/leases.h"
+#include "core/moving.h"
 #include "core/occasion.h"
 
 namespace tw {
@@ -46,7 +47,8 @@ struct twGroup : tw::Quarantined<twGroup> {
   std::vector<int> members;  // ranks of the comm
   const uint64_t number;     // names it among the groups of the comm: the tags that it was created at
   const std::shared_ptr<tw::Arena> arena;
-  std::vector<tw::ExpertMap> maps;  // [layers], none without a placement
+  std::vector<tw::ExpertMap> maps;     // [layers], none without a placement
+  std::unique_ptr<tw::Moving> moving;  // NULL: maps do not move
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
   tw::Channels& channels;  // the arena's

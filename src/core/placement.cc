@@ -10,6 +10,7 @@
 
 #include "exchange/loads.h"
 #include "exchange/notes.h"
+#include "layout/window_map.h"
 
 namespace tw {
 namespace {
@@ -73,6 +74,17 @@ Status check_placement(const twPlacement_t* given, int32_t experts, PlacementSpe
     return fail(twInvalidArgument, "{} is {}; it must be at least 0 and below 1",
                 Argument("config.placement->load_decay"), spec->decay);
   }
+  TW_RETURN_IF_FAILED(check_range("config.placement->moves", given->moves, 0, 1));
+  spec->moves = given->moves != 0;
+  if (spec->moves && !spec->counts_loads) {
+    return fail(twInvalidArgument, "{} is 1; that needs {} 1: dispatches tell how far a rank is beside what they count",
+                Argument("config.placement->moves"), Argument("config.placement->count_loads"));
+  }
+  if (given->weight_bytes > static_cast<uint64_t>(INT64_MAX / 2)) {
+    return fail(twInvalidArgument, "{} is {}; it must be from {} to {}", Argument("config.placement->weight_bytes"),
+                Value(given->weight_bytes), Least(0), Most(INT64_MAX / 2));
+  }
+  spec->weight_bytes = (given->weight_bytes + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   if (given->slot_shares != nullptr && spec->policy != twReplicaShares) {
     return fail(twInvalidArgument, "{} is given; only policy {} has them", Argument("config.placement->slot_shares"),
                 TW_CONSTANT(twReplicaShares));

@@ -19,6 +19,8 @@ struct PlacementSpec {
   int32_t slots = 0;    // P
   twReplicaPolicy_t policy = twReplicaRoundRobin;
   bool counts_loads = false;
+  bool moves = false;  // layers get new maps by epochs (core/moving.h)
+  uint64_t weight_bytes = 0;
   float decay = 0.0f;
   std::vector<int32_t> slot_expert;  // [layers, P]
   std::vector<float> slot_shares;    // likewise, or empty
@@ -32,7 +34,9 @@ struct PlacementSpec {
             slot_shares.empty() ? nullptr : slot_shares.data(),
             policy,
             counts_loads ? 1 : 0,
-            decay};
+            decay,
+            weight_bytes,
+            moves ? 1 : 0};
   }
   // Takes another map for a layer. shares_of: NULL: alike.
   void replace(int32_t layer, const int32_t* experts_of, const float* shares_of);
@@ -66,6 +70,18 @@ class ExpertMap {
   std::vector<int32_t> slots_;
   std::vector<uint32_t> lower_;
   std::vector<int32_t> several_;
+};
+
+// By which of a placement's maps the ids became slots.
+struct MapOfRouting {
+  int32_t layer = 0;
+  uint32_t digest = 0;         // the map's; 0 without a placement
+  int32_t* choices = nullptr;  // [E] how often its tokens choose each expert, in a group that counts
+  // Where maps move: whether a dispatch or an exchange of counts has made the ids slots, and the version which that had
+  // at least, or that it was captured and takes another one in each replay.
+  bool bound = false;
+  bool captured = false;
+  uint32_t version = 0;
 };
 
 // The averages that a backend keeps for each channel.

@@ -47,12 +47,7 @@ class CpuBackend : public Backend {
     const uint64_t row = rows.dispatch_bytes() + meta_bytes(rows.top_k);
     const Routing routing = handle.sent_routing(rows, context_.me);
     transport_.begin(call.at, {routing.send_counts, 1 + rows.payloads, row, loads_.bytes()}, call.send_only);
-    if (loads_.counts()) {
-      const void* const told = loads_.tell(call, handle);
-      for (int rank = 0; rank < shape().ranks; ++rank) {
-        transport_.put(rank, loads_.place(call.at, context_.me), told, loads_.bytes());
-      }
-    }
+    if (loads_.counts()) loads_.put(transport_, call, handle);
     const auto begin = [&](int rank) {
       return rows.exact() ? handle.counts.begin[rank] : int64_t{context_.me} * call.bound;
     };
@@ -226,9 +221,12 @@ class CpuBackend : public Backend {
   }
 
   std::byte* window() override { return transport_.local(0); }
+  std::byte* window_of(int rank) override { return rank == context_.me ? window() : transport_.window_of(rank); }
   std::shared_ptr<void> keep_window() override { return transport_.window(); }
 
   void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
+  void tell_ready(uint32_t word) override { loads_.tell_ready(word); }
+  MapVersion version(int32_t channel) override { return loads_.version(channel); }
 
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override {
     next_partial_.resize(grown->shape().most_combine_bytes());

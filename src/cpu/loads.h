@@ -1,4 +1,5 @@
-// Load statistics on the CPU: what a dispatch tells goes out with its rows, in the step's bank and before its signal
+// What dispatches tell beside their rows, on the CPU: load statistics, and how far this rank is with maps that move
+// (exchange/epochs.h). What a dispatch tells goes out with its rows, in the step's bank and before its signal
 // (S4), and is taken when the step has ended in data. It keeps an average for each channel, layer and expert; read()
 // adds the channels up (core/placement.h). All ranks must take the same words in the same steps, or twGroupLoads
 // differs between them.
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "exchange/epochs.h"
 #include "exchange/loads.h"
 
 namespace tw::cpu {
@@ -21,6 +23,7 @@ class Loads {
     dispatches_.assign(layers, 0);
     clocks_.assign(layers, 0);
     told_of_.assign(static_cast<size_t>(context.spec->layers), 0);
+    versions_.assign(static_cast<size_t>(shape().channels), MapVersion{});
   }
 
   bool counts() const { return shape().counts_loads != 0; }
@@ -34,13 +37,25 @@ class Loads {
     for (int32_t e = 0; e < shape().choices(); ++e) {
       told_[1 + e] = told_word(call.at.step, static_cast<uint32_t>(handle.map.choices[e]));
     }
+    if (moves()) told_.back() = told_word(call.at.step, ready_);  // M2: once for all peers
     return told_.data();
   }
+
+  // Tells every rank.
+  template <class T>
+  void put(T& transport, const DispatchCall& call, const HandleArrays& handle) {
+    const void* const told = tell(call, handle);
+    for (int rank = 0; rank < shape().ranks; ++rank) transport.put(rank, place(call.at, context_.me), told, bytes());
+  }
+
+  void tell_ready(uint32_t word) { ready_ = word; }
+  MapVersion version(int32_t channel) const { return moves() ? versions_[channel] : MapVersion{}; }
 
   // Takes what all ranks have told of a dispatch that went well. The notes have said that all ranks count, or none
   // does.
   template <class T>
   void take(T& transport, const DispatchCall& call, const HandleArrays& handle) {
+    if (moves()) take_version(transport, call.at);
     if (!counts() || !call.counted) return;
     const int64_t row = int64_t{call.at.channel} * context_.spec->layers + handle.map.layer;
     float* const averages = averages_.data() + row * shape().choices();
@@ -65,16 +80,29 @@ class Loads {
   }
 
  private:
+  bool moves() const { return shape().moves != 0; }
+  // All ranks have the same words, and take them where the dispatch has gone well on all of them.
+  template <class T>
+  void take_version(T& transport, StepPlace at) {
+    MapVersion& version = versions_[at.channel];
+    version = agreed_version(version, shape().ranks, [&](int source) {
+      const auto* const told = reinterpret_cast<const uint64_t*>(transport.local(place(at, source)));
+      return told_value(told[told_.size() - 1]);
+    });
+  }
+
   const Shape& shape() const { return context_.map.shape(); }
   size_t words() const { return counts() ? WindowMap::loads_words(shape()) : 0; }
 
   const Context& context_;
   std::vector<uint64_t> told_;
   std::vector<uint32_t> sums_;
-  std::vector<float> averages_;      // [channels, layers, E]
-  std::vector<int64_t> dispatches_;  // [channels, layers]
-  std::vector<uint32_t> clocks_;     // [channels, layers] CountedCall clock of the last dispatch in the averages
-  std::vector<uint32_t> told_of_;    // [layers] how many dispatches this rank has told
+  std::vector<float> averages_;       // [channels, layers, E]
+  std::vector<int64_t> dispatches_;   // [channels, layers]
+  std::vector<uint32_t> clocks_;      // [channels, layers] CountedCall clock of the last dispatch in the averages
+  std::vector<uint32_t> told_of_;     // [layers] how many dispatches this rank has told
+  std::vector<MapVersion> versions_;  // [channels], where maps move
+  uint32_t ready_ = 0;                // ready_word
 };
 
 }  // namespace tw::cpu

@@ -49,6 +49,7 @@ class CpuTransport {
 
   std::byte* local(uint64_t offset) const { return windows_[me_]->data() + offset; }
   std::shared_ptr<void> window() const { return windows_[me_]; }
+  std::byte* window_of(int rank) const { return windows_[rank]->data(); }
 
   // Maps room for the channels of a larger map. Collective.
   Status prepare_growth(const BackendInit& init, const WindowMap& grown) {

@@ -41,6 +41,7 @@ struct Shape {
   int32_t recv_rows = 0;           // R: rows of all sources that a rank may receive
   int32_t most_local_experts = 0;  // the most experts that any rank holds
   uint64_t lease_bytes = 0;        // bytes for leases (core/leases.h), whole pages
+  uint64_t weight_bytes = 0;       // bytes for weights that peers read (tokenway/moving.h), whole pages
   // The next three are for devices alone: 0 on the CPU.
   int32_t packet_tokens = 0;  // rows of a source that may travel as LL128 packets (layout/ll128.h)
   int32_t chunk_rows = 0;     // rows of a bulk combine that share a chunk signal
@@ -51,6 +52,7 @@ struct Shape {
   // The next two are for a group with a placement alone, else 0 (tokenway/placement.h).
   int32_t logical_experts = 0;  // E
   int32_t counts_loads = 0;     // 1: dispatches tell load statistics
+  int32_t moves = 0;            // 1: and how far this rank is with maps that move (exchange/epochs.h)
   // Tokens whose partials an inbox has room for: a combine of more takes several parts. 0: all, which is max_tokens.
   // At least max_tokens / kMaxParts, and at least low_latency_tokens. (It stands where it makes kernels' parameters no
   // longer.)

@@ -11,11 +11,12 @@
 //                 loads: in four banks, by dispatch, per source what was chosen         (groups that count)
 //   channel 1 ...
 //   leases        rows of dispatches that outlive their step                            (high throughput)
+//   weights       of experts, which peers read: no step writes there                      (maps that move)
 //   channels of a group that has grown, once for each time: its banks, chunk signals and packets
 //
 // Growing moves no byte: what a map has of its own (banks, chunk signals, packets) is appended, and what outlives steps
-// (header, signals, loads, leases) stays at the places of the first map. So steps count on in the same signals, and
-// calls of earlier maps, as graphs replay them, find everything where it was.
+// (header, signals, loads, leases, weights) stays at the places of the first map. So steps count on in the same
+// signals, and calls of earlier maps, as graphs replay them, find everything where it was.
 //
 // Groups that share a window (an arena, core/arena.h) have maps of their own over the same channels: `share`. Each kind
 // of region is where the arena's is, bank by bank, so a step writes nothing that lies in the other bank of any map
@@ -113,7 +114,8 @@ class WindowMap {
     map->channels_at_ = map->first_at_ = c.align(kAbortAt + sizeof(uint64_t) * shape.ranks, kPageAlignment);
     map->first_bytes_ = map->channel_bytes_;
     map->leases_at_ = c.add(map->channels_at_, c.mul(shape.channels, map->channel_bytes_));
-    map->bytes_ = c.add(map->leases_at_, shape.lease_bytes);
+    map->weights_at_ = c.add(map->leases_at_, shape.lease_bytes);
+    map->bytes_ = c.add(map->weights_at_, shape.weight_bytes);
     return !c.overflow;
   }
 
@@ -142,6 +144,7 @@ class WindowMap {
     map.first_at_ = arena.first_at_;
     map.first_bytes_ = arena.first_bytes_;
     map.leases_at_ = arena.leases_at_;
+    map.weights_at_ = arena.weights_at_;
     map.bytes_ = arena.bytes_;
     return map;
   }
@@ -155,6 +158,7 @@ class WindowMap {
     grown.first_bytes_ = first_bytes_;
     grown.loads_at_ = loads_at_;
     grown.leases_at_ = leases_at_;
+    grown.weights_at_ = weights_at_;
     grown.channels_at_ = c.align(bytes_, kGrowthAlignment);
     grown.bytes_ = c.add(grown.channels_at_, c.mul(shape.channels, grown.channel_bytes_));
     *map = grown;
@@ -214,8 +218,9 @@ class WindowMap {
   constexpr uint64_t bytes() const { return bytes_; }
   constexpr uint64_t channel_bytes() const { return channel_bytes_; }
 
-  // Where leases begin; they are the last part of a window that has not grown.
+  // Where leases begin, and weights behind them: the last parts of a window that has not grown.
   constexpr uint64_t leases() const { return leases_at_; }
+  constexpr uint64_t weights() const { return weights_at_; }
 
   // Where this map's channels begin, and the bytes of all of them.
   constexpr uint64_t channels() const { return channels_at_; }
@@ -290,14 +295,16 @@ class WindowMap {
   constexpr uint64_t meta_packet(int channel, int bank, uint64_t row) const {
     return channel_at(channel) + meta_packets_at_ + packets_bytes_ * bank + row * meta_packet_row_;
   }
-  // uint64 [1 + E]: the load statistics that a source tells in a dispatch (exchange/loads.h). `bank`: on the CPU the
-  // step's; on devices, which take them later, the number of the dispatch on its channel, mod 4.
+  // uint64 [1 + E], [2 + E] where maps move: what a source tells in a dispatch (exchange/loads.h). `bank`: on the CPU
+  // the step's; on devices, which take them later, the number of the dispatch on its channel, mod 4.
   static constexpr int kLoadsBanks = 4;
   constexpr uint64_t loads(int channel, int bank, int source) const {
     const uint64_t row = static_cast<uint64_t>(bank) * shape_.ranks + source;
     return first_at(channel) + loads_at_ + sizeof(uint64_t) * row * loads_words(shape_);
   }
-  static constexpr uint64_t loads_words(const Shape& shape) { return 1 + static_cast<uint64_t>(shape.choices()); }
+  static constexpr uint64_t loads_words(const Shape& shape) {
+    return 1 + static_cast<uint64_t>(shape.choices()) + static_cast<uint64_t>(shape.moves);
+  }
   constexpr uint64_t meta_packet_row() const { return meta_packet_row_; }
   // Bytes of the packets of all sources in a bank, without those of metadata.
   constexpr uint64_t packet_bytes() const { return meta_packets_at_ - packets_at_; }
@@ -427,6 +434,7 @@ class WindowMap {
   uint64_t first_at_ = 0;     // channels of the first map,
   uint64_t first_bytes_ = 0;  // and the bytes of one
   uint64_t leases_at_ = 0;
+  uint64_t weights_at_ = 0;
   uint64_t bytes_ = 0;
 };
 

@@ -68,6 +68,7 @@ class Pretended : public Backend {
   Status prepare_growth(const BackendInit&, WindowMap*) override { return {}; }
   void end_growth(bool, bool) override {}
   std::byte* window() override { return window_->window(); }
+  std::byte* window_of(int) override { return nullptr; }
   std::shared_ptr<void> keep_window() override { return nullptr; }
   void announce_abort(AbortSignal reason) override { window_->announce_abort(reason); }
   AbortSignal find_abort() override { return window_->find_abort(); }

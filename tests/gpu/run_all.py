@@ -48,6 +48,8 @@ BEHAVIOUR = (
     "leases",
     "replicas",
     "loads",
+    "moving",
+    "balancer",
     "torch",
     "ops",
     "properties",

@@ -17,8 +17,8 @@ class Edit:
 class Mutation:
     name: str
     invariant: str
-    unit: str  # tests/cc/<unit>.cc, which holds the test
-    test: str  # a GoogleTest filter
+    unit: str  # tests/cc/<unit>.cc, which holds the test; py/<name>: tests/py/<name>.py, for edits of the package
+    test: str  # a GoogleTest filter; of pytest, what -k takes
     edits: tuple[Edit, ...]
 
 

@@ -7,7 +7,8 @@ Each mutation is a bug that earlier designs had, or that a later hand may bring 
 docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives means that the test does not test what
 its name says. The unmutated sources must pass the test too, right behind the mutant.
 
-Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1, a failure.
+Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1, a failure. Mutations of the Python
+package need pytest, and what else the tests do.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from counts import COUNTS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
 from leases import LEASES_MUTATIONS
+from moving import MOVING_MUTATIONS
 from mutation import Mutation
 from per_expert import PER_EXPERT
 from placement import PLACEMENT
@@ -61,6 +63,7 @@ ALL = (
     + PER_EXPERT
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
+    + MOVING_MUTATIONS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
@@ -71,6 +74,7 @@ CORES = len(os.sched_getaffinity(0))
 FLAGS = ["-std=c++20", "-Og", "-DNDEBUG", "-fPIC", "-ffp-contract=off", "-pthread", "-w"]
 FOLDERS = ("src", "tests/cc")
 LIBRARIES = ["-lgtest", "-lgtest_main", "-pthread"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
 # Compiled once: without, half of the time goes into the standard library's headers.
 PRECOMPILED = {
     "src": """#include <algorithm>
@@ -103,6 +107,11 @@ PRECOMPILED = {
 
 class BuildError(Exception):
     pass
+
+
+def is_python(unit: str) -> bool:
+    """Whether it is a file of Python's tests: there the mutant is the package, with the control's library."""
+    return unit.startswith("py/")
 
 
 def call(command: list[str], timeout: float | None = None) -> str:
@@ -146,8 +155,8 @@ class Workshop:
         self.compiler = compiler
         self.tree = root / "tree"
         self.objects = root / "objects"
-        for folder in ("src", "include", "tests/cc"):
-            shutil.copytree(ROOT / folder, self.tree / folder)
+        for folder in ("src", "include", "tests/cc", "python"):
+            shutil.copytree(ROOT / folder, self.tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         self.objects.mkdir()
         for folder, text in PRECOMPILED.items():
             self.precompiled(folder).write_text(text)
@@ -182,14 +191,29 @@ class Workshop:
         shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
         shared += [Path("tests/cc/harness.cc"), Path("tests/cc/side.cc")]
-        sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in units]
+        binaries = [unit for unit in units if not is_python(unit)]
+        sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in binaries]
         list(pool.map(lambda source: self.compile(source, self.object_of(source)), sources))
         call(["ar", "rcs", str(self.archive), *(str(self.object_of(source)) for source in shared)])
-        list(pool.map(lambda unit: self.link_control(unit, shared), units))
+        list(pool.map(lambda unit: self.link_control(unit, shared), binaries))
+        if len(binaries) < len(units):
+            self.link_library([self.object_of(source) for source in shared if source.parts[0] == "src"])
 
     @property
     def archive(self) -> Path:
         return self.objects / "shared.a"
+
+    @property
+    def library(self) -> Path:
+        return self.objects / "libtokenway.so"
+
+    def control_of(self, unit: str) -> Path:
+        return self.tree / "python" if is_python(unit) else self.objects / unit
+
+    def link_library(self, objects: list[Path]) -> None:
+        """What Python loads."""
+        exports = f"-Wl,--version-script={self.tree / 'src/api/exports.map'}"
+        call([self.compiler, "-shared", *map(str, objects), exports, "-pthread", "-ldl", "-o", str(self.library)])
 
     def link_control(self, unit: str, shared: list[Path]) -> None:
         """Also finds out which objects the unit needs: only those are rebuilt for a mutation."""
@@ -205,9 +229,16 @@ class Workshop:
         call([self.compiler, *names, str(self.archive), *LIBRARIES, *(more or []), "-o", str(out)])
 
     def build_mutant(self, mutation: Mutation, overlay: Path) -> Path:
+        """Gives what run_test takes: a binary, or the folder of the package."""
+        if is_python(mutation.unit):
+            shutil.copytree(self.tree / "python", overlay / "python")
         for file, text in mutate(self.tree, mutation).items():
             (overlay / file).parent.mkdir(parents=True, exist_ok=True)
             (overlay / file).write_text(text)
+        if is_python(mutation.unit):
+            if any(not edit.file.startswith("python/") for edit in mutation.edits):
+                raise BuildError(f"{mutation.unit} takes edits of python/ alone")
+            return overlay / "python"
         changed = {Path(edit.file) for edit in mutation.edits}
         affected = [source for source, included in self.needs[mutation.unit].items() if included & changed]
         if not affected:
@@ -231,19 +262,29 @@ class Workshop:
         return out
 
 
-def run_test(binary: Path, test: str) -> tuple[int | None, int, str]:
+def run_test(made: Path, mutation: Mutation, library: Path) -> tuple[int | None, int, str]:
     """Exit status (None: did not end), number of tests run, output."""
-    command = [str(binary), f"--gtest_filter={test}"]
+    command, environment, counted = [str(made), f"--gtest_filter={mutation.test}"], None, r"Running (\d+) test"
+    if is_python(mutation.unit):
+        command = [*PYTEST, str(ROOT / "tests" / f"{mutation.unit}.py"), "-k", mutation.test]
+        # TW_STRICT: what is drawn is the same each time.
+        environment = os.environ | {"PYTHONPATH": str(made), "TOKENWAY_LIBRARY": str(library), "TW_STRICT": "1"}
+        counted = r"(\d+) passed"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return None, 0, ""
-    ran = re.search(r"Running (\d+) test", done.stdout)
+    ran = re.search(counted, done.stdout)
     return done.returncode, int(ran.group(1)) if ran else 0, done.stdout + done.stderr
 
 
-def failed_itself(test: str, status: int, output: str) -> bool:
+def failed_itself(mutation: Mutation, status: int, output: str) -> bool:
     """Whether the named test failed, or crashed: anything else that goes wrong shows nothing about the mutation."""
+    test = mutation.test
+    if is_python(mutation.unit):  # an ERROR is of what stands round a test
+        return any(test in name for name in re.findall(r"^FAILED \S+::(\S+)", output, re.MULTILINE))
 
     def named(tests: list[str]) -> list[str]:
         return [name for name in tests if any(fnmatch.fnmatchcase(name, part) for part in test.split(":"))]
@@ -264,19 +305,19 @@ class Outcome:
     detail: str = ""
 
 
-def judge(workshop: Workshop, binary: Path, mutation: Mutation) -> Outcome:
+def judge(workshop: Workshop, made: Path, mutation: Mutation) -> Outcome:
     """What the named test says of the mutant, and then of the unmutated sources: tests bound their waiting, so it must
     pass while as much else is running."""
     begin = time.monotonic()
-    status, _, output = run_test(binary, mutation.test)
+    status, _, output = run_test(made, mutation, workshop.library)
     seconds = time.monotonic() - begin
     if status is None:
         return Outcome(False, "HUNG", seconds, "the test must bound its own waiting")
     if status == 0:
         return Outcome(False, "SURVIVED", seconds, output[-2000:])
-    if not failed_itself(mutation.test, status, output):
+    if not failed_itself(mutation, status, output):
         return Outcome(False, "FAILED ELSEWHERE", seconds, f"status {status}\n{output[-2000:]}")
-    control, ran, output = run_test(workshop.objects / mutation.unit, mutation.test)
+    control, ran, output = run_test(workshop.control_of(mutation.unit), mutation, workshop.library)
     if control != 0 or ran == 0:
         return Outcome(False, "FAILS UNMUTATED", seconds, f"status {control}, {ran} tests\n{output[-4000:]}")
     return Outcome(True, "yes" if status > 0 else f"signal {-status}", seconds)
@@ -287,14 +328,14 @@ def try_mutation(workshop: Workshop, number: int, mutation: Mutation) -> Outcome
     overlay = workshop.root / f"mutant{number}"
     overlay.mkdir()
     try:
-        binary = workshop.build_mutant(mutation, overlay)
+        made = workshop.build_mutant(mutation, overlay)
     except BuildError as error:
         return Outcome(False, "NOT BUILT", time.monotonic() - begin, str(error))
     built = time.monotonic() - begin
-    outcome = judge(workshop, binary, mutation)
+    outcome = judge(workshop, made, mutation)
     for _ in range(AGAIN):
         if outcome.how == "FAILS UNMUTATED":  # too much else was running
-            outcome = judge(workshop, binary, mutation)
+            outcome = judge(workshop, made, mutation)
     return replace(outcome, seconds=built + outcome.seconds)
 
 

@@ -19,6 +19,7 @@ from pretended import Pretended
 
 import tokenway as tw
 from tokenway import _native, cuda, portable, staged
+from tokenway.balance import copies
 
 # A call's kernel has ended when the call returns: nothing orders the CPU's allocator by streams.
 ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "TOKENWAY_BLOCKING": "1"}
@@ -61,12 +62,12 @@ class Emulated(Cuda):
 
     @classmethod
     def comm(cls, rank: int, nranks: int, address: str) -> Any:
-        cuda.Cuda = Place
+        cuda.Cuda, copies.DeviceCopies = Place, copies.HostCopies  # there are no streams of PyTorch's
         return super().comm(rank, nranks, address)
 
     @classmethod
     def local_comms(cls, nranks: int) -> list[Any]:
-        cuda.Cuda = Place
+        cuda.Cuda, copies.DeviceCopies = Place, copies.HostCopies  # there are no streams of PyTorch's
         return super().local_comms(nranks)
 
     @staticmethod
@@ -96,7 +97,7 @@ class Alone(Emulated):
 
     @classmethod
     def comm(cls, rank: int, nranks: int, address: str) -> Any:
-        cuda.Cuda = Place
+        cuda.Cuda, copies.DeviceCopies = Place, copies.HostCopies  # there are no streams of PyTorch's
         os.environ["TOKENWAY_EMULATOR_VISIBLE"] = str(rank)
         return tw.Comm.cuda(rank, nranks, address, device=0, timeout=COMM_TIMEOUT)
 
@@ -114,7 +115,7 @@ class Hosts(Emulated):
 
     @classmethod
     def comm(cls, rank: int, nranks: int, address: str) -> Any:
-        cuda.Cuda = Place
+        cuda.Cuda, copies.DeviceCopies = Place, copies.HostCopies  # there are no streams of PyTorch's
         os.environ.update(TOKENWAY_EMULATOR_FABRIC="granted", TOKENWAY_EMULATOR_CLIQUE="7")
         allgather = file_allgather(rank, nranks, address)
         return tw.Comm.cuda(rank, nranks, device=rank, timeout=COMM_TIMEOUT, allgather=allgather)

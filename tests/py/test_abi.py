@@ -32,6 +32,7 @@ NAMES = (
     "balance.h",
     "interrupt.h",
     "leases.h",
+    "moving.h",
     "plan.h",
     "rows.h",
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_balancer import serve_in_threads
 
 import tokenway as tw
 from tokenway import balance
@@ -411,6 +412,7 @@ def test_the_programs_of_the_guide() -> None:
     assert (names["update"].moves["layer"] < 58).all() and len(names["update"].moves) <= 16 * 58
     assert names["update"].imbalance.mean() < 0.05 and names["logical_count"].sum() == 58 * 288
     follow_in_threads(names["follow"])
+    serve_in_threads(names["serve"])
 
 
 def follow_in_threads(follow: Any) -> None:

@@ -10,6 +10,7 @@
 docs/BALANCING.md is the guide. Nothing here needs PyTorch; its tensors are taken where they are given.
 """
 
+from tokenway.balance.balancer import Balancer, Statistics
 from tokenway.balance.forecast import Forecast
 from tokenway.balance.planner import (
     Plan,
@@ -22,13 +23,17 @@ from tokenway.balance.planner import (
 )
 from tokenway.balance.simulation import Outcome, replay, rows_between_nodes, sampled_imbalance
 from tokenway.balance.traces import Recording, read
+from tokenway.balance.weights import Weights, weight_bytes
 from tokenway.balance.workloads import dirichlet, domains, drifting, group_limited, lognormal, sample, zipf
 
 __all__ = [
+    "Balancer",
     "Forecast",
     "Outcome",
     "Plan",
     "Recording",
+    "Statistics",
+    "Weights",
     "contiguous",
     "dirichlet",
     "domains",
@@ -45,5 +50,6 @@ __all__ = [
     "rows_between_nodes",
     "sample",
     "sampled_imbalance",
+    "weight_bytes",
     "zipf",
 ]

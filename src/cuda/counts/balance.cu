@@ -1,18 +1,23 @@
-// The choice of physical experts by the quotas of the batch (exchange/replicas.h, level_loads), before a dispatch or an
-// exchange of counts. Takes the caller's ids; gives physical experts in the handle's ids, its weights, and choices per
+// The choice of physical experts in a kernel of its own, before a dispatch or an exchange of counts: by the quotas of
+// the batch (exchange/replicas.h, level_loads), or in a group whose maps move by the map of the channel's version
+// (exchange/epochs.h). Takes the caller's ids; gives physical experts in the handle's ids, its weights, and choices per
 // expert where the group counts.
+//
+// A map that moves is chosen here, once for a routing, and not in each block of a dispatch: those run beside the block
+// that makes the version of the next one.
 //
 // One block: the quotas are few and follow from each other, so one thread makes them, out of shared memory, with the
 // code that the host runs; all threads count, and a warp for each expert gives out what the expert has a quota of.
 //
-// What breaks if this changes: S9. Choices are given out in the order of tokens, by the rank's own batch alone; timing
-// must not enter.
+// What breaks if this changes: S9 and M3. Choices are given out in the order of tokens, by the rank's own batch alone
+// and a version that all ranks have; timing must not enter.
 #include <cuda_runtime.h>
 
 #include "cuda/device/ids.cuh"
 #include "cuda/launch/counts.h"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
+#include "exchange/epochs.h"
 
 namespace tw::cuda {
 namespace {
@@ -77,24 +82,36 @@ __device__ void give_out(const BalanceParams& p, const Replicas& replicas, const
   }
 }
 
+// Gives the layer's map for the version that the channel has.
+__device__ const uint32_t* map_in_force(const BalanceParams& p) {
+  const Shape& shape = p.group.map.shape();
+  if (shape.moves == 0) return p.in.map;
+  const MovingView& moving = p.group.loads.moving;
+  const MapVersion version = unpack_version(load_fresh<unsigned long long>(&moving.versions[p.channel]));
+  return p.in.map + MapHead::chosen(load_fresh<uint32_t>(&moving.heads[p.layer]), version) * MapWords::all(shape);
+}
+
 __global__ void __launch_bounds__(kThreads) balance_kernel(const __grid_constant__ BalanceParams p) {
   const Shape& shape = p.group.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
   const Batch batch(p);
-  Replicas replicas = replicas_at(p.group, reinterpret_cast<const int32_t*>(p.in.map) + MapWords::kFirst);
-  replicas.several_count = static_cast<int32_t>(load_fresh<uint32_t>(p.in.map + MapWords::kSeveral));
+  const uint32_t* const map = map_in_force(p);
+  Replicas replicas = replicas_at(p.group, reinterpret_cast<const int32_t*>(map) + MapWords::kFirst);
+  replicas.several_count = static_cast<int32_t>(load_fresh<uint32_t>(map + MapWords::kSeveral));
   for (int i = thread; i < shape.choices() + shape.ranks; i += kThreads) batch.counts[i] = 0;
-  if (thread == 0 && p.handle.digest != nullptr) *p.handle.digest = load_digest(p.in.digest);
+  if (thread == 0 && p.handle.digest != nullptr) *p.handle.digest = load_digest(map + MapWords::kDigest);
   __syncthreads();
   count_choices(p, replicas, batch);
   __syncthreads();
   for (int e = thread; p.handle.choices != nullptr && shape.counts_loads != 0 && e < shape.choices(); e += kThreads) {
     p.handle.choices[e] = batch.counts[e];
   }
-  if (thread == 0) level_loads(replicas, RankOf{p.group.experts}, batch.counts, batch.load, batch.quota);
+  if (thread == 0 && p.by_quotas != 0) {
+    level_loads(replicas, RankOf{p.group.experts}, batch.counts, batch.load, batch.quota);
+  }
   __syncthreads();
 #pragma unroll 1
-  for (int i = thread / 32; i < replicas.several_count; i += kWarps) {
+  for (int i = thread / 32; i < replicas.several_count && p.by_quotas != 0; i += kWarps) {
     give_out(p, replicas, batch, replicas.several[i]);
   }
   __syncthreads();
@@ -102,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) balance_kernel(const __grid_constant
   for (int64_t i = thread; i < int64_t{p.tokens} * shape.top_k; i += kThreads) {
     const auto id = static_cast<int32_t>(load_fresh<uint32_t>(p.handle.ids + i));
     if (id < -1) p.handle.ids[i] = settled(id);
-    if (id >= 0) p.handle.ids[i] = replicas.slots[replicas.first[id]];
+    if (id >= 0) p.handle.ids[i] = replicas.choose(id, static_cast<int32_t>(i / shape.top_k));
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "cuda/device/routing.cuh"
 #include "cuda/launch/dispatch.h"
+#include "exchange/epochs.h"
 #include "exchange/loads.h"
 
 namespace tw::cuda {
@@ -137,6 +138,48 @@ __device__ __noinline__ static void take_told(const GroupView& g, int channel, u
   *const_cast<volatile long long*>(&loads.dispatches_there[row]) = counted;
 }
 
+// Tells how far this rank is with maps that move: one word, once, for all peers (M2). By a thread.
+__device__ inline void tell_ready(const GroupView& g, int channel, uint32_t dispatch) {
+  const uint64_t word = WindowMap::loads_words(g.map.shape()) - 1;
+  tell_word(g, channel, dispatch, word, load_fresh<uint32_t>(g.loads.moving.ready));
+}
+
+// Gives what a source has told of that in a dispatch. *good becomes false if that never comes.
+__device__ inline uint32_t told_ready(const GroupView& g, int channel, uint32_t dispatch, int source, bool* good) {
+  const uint64_t place = g.map.loads(channel, static_cast<int>(dispatch % WindowMap::kLoadsBanks), source);
+  const std::byte* const at =
+      window_of(g, g.me) + place + sizeof(uint64_t) * (WindowMap::loads_words(g.map.shape()) - 1);
+  uint64_t told = load_word(at);
+  if (told_tag(told) != dispatch) told = await_told(g, at, dispatch, told);
+  *good = *good && told_tag(told) == dispatch;
+  return told_value(told);
+}
+
+// Makes the channel's next version of what all ranks have told in a dispatch. By a warp.
+__device__ __noinline__ static void take_version(const GroupView& g, int channel, uint32_t dispatch) {
+  const int ranks = g.map.shape().ranks;
+  const MovingView& moving = g.loads.moving;
+  const MapVersion before = unpack_version(load_fresh<unsigned long long>(&moving.versions[channel]));
+  bool good = true;
+  uint32_t least = ~0u;
+#pragma unroll 1
+  for (int source = lane(); source < ranks; source += 32) {
+    least = min(least, ahead_of(before, told_ready(g, channel, dispatch, source, &good)));
+  }
+  for (int by = 16; by > 0; by /= 2) least = min(least, __shfl_xor_sync(~0u, least, by));
+  if (!__all_sync(~0u, good) || least == 0 || least > kMostOpenEpochs) return;
+  uint32_t voids = 0;
+#pragma unroll 1
+  for (int source = lane(); source < ranks; source += 32) {
+    voids |= voids_in(before, told_ready(g, channel, dispatch, source, &good), least);
+  }
+  for (int by = 16; by > 0; by /= 2) voids |= __shfl_xor_sync(~0u, voids, by);
+  if (lane() != 0) return;
+  const uint64_t version = pack(advanced(before, least, voids));
+  moving.versions[channel] = version;
+  *const_cast<volatile uint64_t*>(&moving.versions_there[channel]) = version;
+}
+
 // Does all of this block's work. By a block that does nothing else, or by the last one when its other part is done.
 __device__ __noinline__ static void count_loads(const DispatchParams& p) {
   const GroupView& g = p.group;
@@ -153,6 +196,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
     const bool counted = p.counted && moves;
     const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
     tell_word(g, p.channel, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
+    if (shape.moves != 0) tell_ready(g, p.channel, dispatch);
   }
   if (routed) count_ids(p, counts);
 #pragma unroll 1
@@ -162,6 +206,7 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
     tell_word(g, p.channel, dispatch, 1 + static_cast<uint64_t>(e), chosen);
   }
   if (dispatch > 1) take_told(g, p.channel, dispatch - 1);
+  if (dispatch > 1 && shape.moves != 0 && thread < 32) take_version(g, p.channel, dispatch - 1);
   __syncthreads();
   if (thread == 0) g.loads.numbers[p.channel] = dispatch;
 }
@@ -187,8 +232,13 @@ __device__ inline void tell_refusal(const GroupView& g, int channel) {
   if (g.map.shape().counts_loads == 0) return;
   const uint32_t dispatch = load_fresh<uint32_t>(&g.loads.numbers[channel]) + 1;
   __syncthreads();  // all have read it
-  if (threadIdx.x == 0) tell_word(g, channel, dispatch, 0, 0);
+  const bool moves = g.map.shape().moves != 0;
+  if (threadIdx.x == 0) {
+    tell_word(g, channel, dispatch, 0, 0);
+    if (moves) tell_ready(g, channel, dispatch);
+  }
   if (dispatch > 1) take_told(g, channel, dispatch - 1);
+  if (dispatch > 1 && moves && threadIdx.x < 32) take_version(g, channel, dispatch - 1);
   if (threadIdx.x == 0) g.loads.numbers[channel] = dispatch;
 }
 

@@ -126,6 +126,16 @@ class NvlinkBackend : public Backend {
 
   void read_loads(float* loads, int64_t* dispatches) override { memory_->read_loads(context_, loads, dispatches); }
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
+  Status stage_map(int32_t layer, uint32_t epoch, const ExpertMap& map) override {
+    const OnDevice on(device_);
+    return memory_->stage_map(layer, epoch, shape(), map);
+  }
+  Status close_map(int32_t layer, bool used) override {
+    const OnDevice on(device_);
+    return memory_->close_map(layer, used);
+  }
+  void tell_ready(uint32_t word) override { memory_->tell_ready(word); }
+  MapVersion version(int32_t channel) override { return memory_->version(channel); }
   bool poll(ErrorRecord* record) override;
 
   // Waits for this rank's calls. Ranks of one process wait for their own streams only: a device that ranks share may
@@ -158,6 +168,8 @@ class NvlinkBackend : public Backend {
 
  private:
   std::byte* window() override { return windows_.by_rank[context_.me]->data(); }
+  std::byte* window_of(int rank) override;
+  Status copy(std::byte* to, const std::byte* from, uint64_t bytes, void* stream) override;
   // Fills in where the rows of each payload arrive at this rank.
   void fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset);
 
@@ -232,6 +244,8 @@ class NvlinkBackend : public Backend {
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_for_layout(const LayoutCall& call, const IdsIn& in);
+  // Whether a kernel of its own chooses physical experts.
+  bool chooses() const { return balances() || shape().moves != 0; }
   bool balances() const { return !context_.maps->empty() && context_.spec->policy == twReplicaBalanced; }
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(ErrorRecord* record);

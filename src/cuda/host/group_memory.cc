@@ -35,7 +35,7 @@ std::vector<uint32_t> words_of_maps(const Shape& shape, const std::vector<Expert
   std::vector<uint32_t> all;
   for (const ExpertMap& map : maps) {
     const std::vector<uint32_t> words = words_of_map(shape, map);
-    all.insert(all.end(), words.begin(), words.end());
+    for (int32_t i = 0; i <= shape.moves; ++i) all.insert(all.end(), words.begin(), words.end());
   }
   return all;
 }
@@ -68,7 +68,8 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const size_t told_at = tables.place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.channels));
   const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
   const size_t maps_at = tables.place(maps.data(), sizeof(uint32_t) * maps.size());
-  const bool balances = context.spec->given && context.spec->policy == twReplicaBalanced && !BalanceParams::fits(shape);
+  const bool chosen = context.spec->policy == twReplicaBalanced || context.spec->moves;
+  const bool balances = context.spec->given && chosen && !BalanceParams::fits(shape);
   const size_t balance_at =
       tables.place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
   const auto lists = static_cast<size_t>(list_words(context.local_experts) * shape.channels);
@@ -83,6 +84,9 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const size_t marks_at =
       tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels));
   const size_t numbers_at = tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(shape.channels));
+  const auto moving = static_cast<size_t>(shape.moves);
+  const size_t heads_at = tables.place(nullptr, sizeof(uint32_t) * moving * static_cast<size_t>(context.spec->layers));
+  const size_t versions_at = tables.place(nullptr, sizeof(uint64_t) * moving * static_cast<size_t>(shape.channels));
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
   TW_RETURN_IF_FAILED(tables.copy_to_device(made->stream_, &made->tables_));
   view->experts = reinterpret_cast<const uint32_t*>(made->tables_ + experts_at);
@@ -90,12 +94,17 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   made->loads_.layers = context.spec->layers;
   made->loads_.decay = context.spec->decay;
   if (rows > 0) {
-    TW_RETURN_IF_FAILED(made->show_loads(averages, rows));
+    TW_RETURN_IF_FAILED(made->show_loads(averages, rows, static_cast<size_t>(shape.channels)));
     made->loads_.averages = reinterpret_cast<float*>(made->tables_ + averages_at);
     made->loads_.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
     made->loads_.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
     made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
     made->loads_.numbers = reinterpret_cast<uint32_t*>(made->tables_ + numbers_at);
+  }
+  if (shape.moves != 0) {
+    made->moving_.resize(static_cast<size_t>(context.spec->layers));
+    made->loads_.moving.heads = reinterpret_cast<const uint32_t*>(made->tables_ + heads_at);
+    made->loads_.moving.versions = reinterpret_cast<uint64_t*>(made->tables_ + versions_at);
   }
   view->loads = made->loads_;
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
@@ -109,16 +118,21 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   return {};
 }
 
-// Gives the host a place for load statistics: `averages` averages, and dispatches and clocks of `rows` rows.
-Status GroupMemory::show_loads(size_t averages, size_t rows) {
+// Gives the host a place for load statistics: `averages` averages, and dispatches and clocks of `rows` rows. Behind
+// them are the versions of channels, and what this rank tells of maps that move.
+Status GroupMemory::show_loads(size_t averages, size_t rows, size_t channels) {
   const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
   const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
+  const size_t versions_at = (bytes + 63) / 64 * 64;
+  const size_t all = versions_at + sizeof(uint64_t) * (channels + 1);
   void* there = nullptr;
-  TW_CUDA(cudaHostAlloc(&there, bytes, cudaHostAllocPortable));
-  std::memset(there, 0, bytes);
+  TW_CUDA(cudaHostAlloc(&there, all, cudaHostAllocPortable));
+  std::memset(there, 0, all);
   loads_.averages_there = static_cast<float*>(there);
   loads_.dispatches_there = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
   loads_.clocks_there = reinterpret_cast<uint32_t*>(loads_.dispatches_there + rows);
+  loads_.moving.versions_there = reinterpret_cast<uint64_t*>(static_cast<std::byte*>(there) + versions_at);
+  loads_.moving.ready = ready_ = reinterpret_cast<uint32_t*>(loads_.moving.versions_there + channels);
   return {};
 }
 
@@ -178,13 +192,40 @@ Status GroupMemory::make_marks(const Shape& shape, uint32_t** marks) {
   return {};
 }
 
-Status GroupMemory::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
+// Copies to the device, and waits for that. The stream has nothing else to wait for.
+Status GroupMemory::write_words(void* to, const void* words, size_t bytes) {
   const OutsideCaptures outside;
-  const std::vector<uint32_t> words = words_of_map(shape, map);
-  uint32_t* const at = maps_ + static_cast<int64_t>(layer) * MapWords::all(shape);
-  TW_CUDA(cudaMemcpyAsync(at, words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream_));
+  TW_CUDA(cudaMemcpyAsync(to, words, bytes, cudaMemcpyHostToDevice, stream_));
   TW_CUDA(cudaStreamSynchronize(stream_));
   return {};
+}
+
+Status GroupMemory::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
+  const std::vector<uint32_t> words = words_of_map(shape, map);
+  return write_words(map_at(layer, 0, shape), words.data(), words.size() * sizeof(uint32_t));
+}
+
+// Makes one of a layer's two maps the later one.
+Status GroupMemory::write_head(int32_t layer, uint32_t later) {
+  LayerMaps& maps = moving_[static_cast<size_t>(layer)];
+  const uint32_t head = MapHead::word(maps.epochs[later], later);
+  TW_RETURN_IF_FAILED(write_words(const_cast<uint32_t*>(loads_.moving.heads) + layer, &head, sizeof head));
+  maps.later = later;
+  return {};
+}
+
+Status GroupMemory::stage_map(int32_t layer, uint32_t epoch, const Shape& shape, const ExpertMap& map) {
+  LayerMaps& maps = moving_[static_cast<size_t>(layer)];
+  const uint32_t next = maps.later ^ 1;
+  const std::vector<uint32_t> words = words_of_map(shape, map);
+  TW_RETURN_IF_FAILED(write_words(map_at(layer, next, shape), words.data(), words.size() * sizeof(uint32_t)));
+  maps.epochs[next] = epoch;
+  return write_head(layer, next);
+}
+
+// Behind a void epoch the map in force is the later one again: bits that say what was void do not stay for ever.
+Status GroupMemory::close_map(int32_t layer, bool used) {
+  return used ? Status{} : write_head(layer, moving_[static_cast<size_t>(layer)].later ^ 1);
 }
 
 std::byte* GroupMemory::allocate(size_t bytes) {

@@ -31,10 +31,10 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   return in;
 }
 
-// Chooses physical experts by quotas where the policy says so: a kernel does that before the ids are used, which from
-// then on are the handle's own.
+// Chooses physical experts by quotas where the policy says so, or where the channel's version says by which map: a
+// kernel does that before the ids are used, which from then on are the handle's own.
 Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
-  if (in->map == nullptr || !balances()) return {};
+  if (in->map == nullptr || !chooses()) return {};
   BalanceParams p{};
   p.group = view_;
   p.handle = view_of(handle, shape());
@@ -44,6 +44,8 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
   p.phase = phase;
+  p.layer = handle.map.layer;
+  p.by_quotas = balances() ? 1 : 0;
   TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
   *in = ids_of(handle, true);
   return {};
@@ -59,6 +61,7 @@ Status NvlinkBackend::choose_for_layout(const LayoutCall& call, const IdsIn& in)
   p.in = in;
   p.channel = p.bank = -1;
   p.tokens = call.tokens;
+  p.by_quotas = 1;
   void* scratch = nullptr;
   if (!BalanceParams::fits(shape())) {
     TW_CUDA(cudaMallocAsync(&scratch, sizeof(int32_t) * BalanceParams::scratch_words(shape()), stream));

@@ -46,6 +46,8 @@ struct BalanceParams {
   int32_t bank;  // the bank of the step that follows; -1: it takes any
   int32_t tokens;
   twPhase_t phase;
+  int32_t layer;
+  int32_t by_quotas;  // 1: as twReplicaBalanced; 0: as the map's other policies
 
   static uint32_t scratch_words(const Shape& shape) {
     return static_cast<uint32_t>(shape.logical_experts + shape.ranks + shape.experts);

@@ -45,6 +45,14 @@ struct IdsIn {
   const uint32_t* digest;  // the digest of that map, or of the map from which own ids were made; NULL: there are none
 };
 
+// Maps that move (exchange/epochs.h), in a group that has them. A layer then has two maps, one behind the other.
+struct MovingView {
+  const uint32_t* heads;     // [layers] MapHead
+  uint64_t* versions;        // [channels] MapVersion of the next dispatch
+  uint64_t* versions_there;  // likewise, in memory that the host maps and reads when it likes
+  const uint32_t* ready;     // ready_word, in memory that the host writes when it likes
+};
+
 // Load statistics of a group that counts: averages [channels, layers, E], and [channels, layers] dispatches and clocks
 // (CountedCall). Each is kept twice: here, and (`_there`) in memory that the host maps and reads when it likes.
 struct LoadsView {
@@ -58,6 +66,7 @@ struct LoadsView {
   uint32_t* told_of;  // [layers] dispatches of which this rank has told its counts, on whatever channel
   int32_t layers;
   float decay;
+  MovingView moving;
 };
 
 // Which block of a dispatch gathers load statistics: none, an additional one, or, where there is no room for that, the

@@ -1,0 +1,92 @@
+"""From the map that a layer has to one that a plan wants, in epochs: each brings a few experts into spare slots, and
+frees as many slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One layer's next map, and what it needs: pulls (the slot that gets an expert, a slot in force that has it)."""
+
+    layer: int
+    table: tuple[int, ...]
+    pulls: tuple[tuple[int, int], ...]
+
+
+def used_map(table: Array, rank_of_slot: Array, ranks: int) -> Array:
+    """[ranks * slots in use]: the experts of a map [P] by rank, without spare slots, as the planner has them."""
+    rows = [table[(rank_of_slot == rank) & (table >= 0)] for rank in range(ranks)]
+    return np.concatenate(rows).astype(np.int32)
+
+
+def epochs(layer: int, table: Array, wanted: Array, rank_of_slot: Array) -> Iterator[Epoch]:
+    """Epochs from a map, table [P] with -1 for spare slots, to one in which each rank has the experts that it has in
+    wanted [ranks, slots in use], wherever they are. Ends early where spare slots do not suffice to go on.
+
+    In each epoch a rank gets as many experts as it has spare slots, and gives up as many: a map has as many spare slots
+    as the one before. Every expert stays in a slot somewhere. All ranks find the same epochs.
+    """
+    now = table.copy()
+    while pairs := _pairs(now, wanted, rank_of_slot):
+        following, pulls = now.copy(), []
+        sources: Counter[int] = Counter()  # how often a rank is read from
+        for rank, expert, gone in pairs:
+            spare = int(np.flatnonzero((rank_of_slot == rank) & (now < 0) & (following < 0))[0])
+            held = np.flatnonzero(now == expert)
+            source = min(
+                held.tolist(), key=lambda slot: (rank_of_slot[slot] != rank, sources[rank_of_slot[slot]], slot)
+            )
+            sources[rank_of_slot[source]] += 1
+            freed = int(np.flatnonzero((rank_of_slot == rank) & (following == gone) & (now == gone))[0])
+            following[spare], following[freed] = expert, -1
+            pulls.append((spare, int(source)))
+        yield Epoch(layer, tuple(following.tolist()), tuple(pulls))
+        now = following
+
+
+def _pairs(now: Array, wanted: Array, rank_of_slot: Array) -> list[tuple[int, int, int]]:
+    """(rank, the expert that it gets, the one that it gives up) of the next epoch; none where all is as wanted."""
+    ranks = range(len(wanted))
+    held = [Counter(now[(rank_of_slot == rank) & (now >= 0)].tolist()) for rank in ranks]
+    wants = [Counter(row.tolist()) for row in wanted]
+    staying = sum((held[rank] & wants[rank] for rank in ranks), Counter())
+    # First what no rank keeps, as others cannot give it up before; and what is given up last is what only it has.
+    gets = [sorted((wants[r] - held[r]).elements(), key=lambda expert: (staying[expert] > 0, expert)) for r in ranks]
+    gives = [sorted((held[r] - wants[r]).elements(), key=lambda expert: (staying[expert] == 0, expert)) for r in ranks]
+    spare = [int(((rank_of_slot == rank) & (now < 0)).sum()) for rank in ranks]
+    found = [(r, *pair) for r in ranks for pair in list(zip(gets[r], gives[r], strict=True))[: spare[r]]]
+    while lost := _lost(now, found):
+        found = [pair for pair in found if pair[2] not in lost]
+    return found or _chain(gets, gives, staying)
+
+
+def _chain(gets: list[list[int]], gives: list[list[int]], staying: Counter[int]) -> list[tuple[int, int, int]]:
+    """Pairs that can be made together, a rank in one at most: each but the first gets what the one before gives up. The
+    last gives up what stays elsewhere, or what the first gets: there always are such pairs, unless no rank gets any."""
+    chain: list[tuple[int, int, int]] = []
+    rank = next((rank for rank, row in enumerate(gets) if row), None)
+    while rank is not None:
+        got = chain[-1][2] if chain else gets[rank][0]
+        begun = next((i for i, (other, _, _) in enumerate(chain) if other == rank), None)
+        if begun is not None:  # a circle: its first rank gets what its last one gives up
+            return [(rank, got, chain[begun][2]), *chain[begun + 1 :]]
+        gone = gives[rank][0]
+        chain.append((rank, got, gone))
+        rank = None if staying[gone] else next(r for r, row in enumerate(gets) if gone in row)
+    return chain
+
+
+def _lost(now: Array, pairs: list[tuple[int, int, int]]) -> set[int]:
+    """Experts that would be in no slot."""
+    left = Counter(now[now >= 0].tolist())
+    left.subtract(gone for _, _, gone in pairs)
+    left.update(expert for _, expert, _ in pairs)
+    return {expert for expert, count in left.items() if count <= 0}
