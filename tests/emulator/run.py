@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
 FILES = (
-    *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "moving", "balancer", "collectives"),
+    *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "moving", "collectives"),
     *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
     *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias"),
     *("straight", "fp8_combine", "token_replicas", "by_capacity"),
 )
-THREADS = tuple(name for name in FILES if name not in ("usage", "balancer", "collective_errors", "survival"))
+THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")
 STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
