@@ -234,7 +234,7 @@ MOVING_MUTATIONS = (
         "ready before all copies have ended",
         "M2",
         BALANCED,
-        "test_experts_move",
+        "test_slow_copies",
         (
             Edit(
                 BALANCER,

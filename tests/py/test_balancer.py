@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -129,6 +130,14 @@ def fill(env: Any, group: tw.Group, weights: balance.Weights) -> None:
         weights.tensor("scale", layer)[:] = env.backend.tensor(rows.astype(np.float32))
 
 
+def await_threads(balancer: balance.Balancer) -> None:
+    """However busy the machine is: a plan that is being made, and copies that were begun."""
+    if balancer._planning is not None:
+        balancer._planning.exception()
+    while not all(balancer._copies.ended(each.number) for each in balancer._open):
+        time.sleep(0.001)
+
+
 def balanced(
     env: Any, steps: int, lanes: int, late: int | None, hold: int = 0, more: dict[str, int] | None = None
 ) -> Any:
@@ -153,6 +162,7 @@ def balanced(
                 imbalances.append(imbalance(group, balancer, step))
             for step in range(steps, steps + 48):  # what is open comes to its end
                 balancer.paused = True
+                await_threads(balancer)
                 balancer.step()
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
@@ -209,6 +219,30 @@ def broken(env: Any) -> Any:
         finally:
             balance.Weights.pull = kept  # type: ignore[method-assign]
     return balanced(env, 72, 1, None, 0, {"writes": 8})
+
+
+def slow(env: Any) -> Any:
+    """Rank 1's copies take longer than a step."""
+    if env.rank != 1:
+        return balanced(env, 72, 1, None)
+    pull = balance.Weights.pull
+
+    def slowly(self: Any, piece: Any, stream: int) -> None:
+        if self.group.rank == 1:
+            time.sleep(0.004)
+        pull(self, piece, stream)
+
+    balance.Weights.pull = slowly  # type: ignore[method-assign]
+    try:
+        return balanced(env, 72, 1, None)
+    finally:
+        balance.Weights.pull = pull  # type: ignore[method-assign]
+
+
+def test_slow_copies(world) -> None:
+    """Nobody goes by a map whose weights are still on their way."""
+    found = world(min(2, world.most)).run(slow)
+    assert found[0][0].plans > 0 and found[0][1] == found[1][1]
 
 
 def test_a_handle_of_an_older_map(world) -> None:
