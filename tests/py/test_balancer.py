@@ -130,10 +130,15 @@ def fill(env: Any, group: tw.Group, weights: balance.Weights) -> None:
         weights.tensor("scale", layer)[:] = env.backend.tensor(rows.astype(np.float32))
 
 
-def await_threads(balancer: balance.Balancer) -> None:
-    """However busy the machine is: a plan that is being made, and copies that were begun."""
+def await_plan(balancer: balance.Balancer) -> None:
+    """However busy the machine is: rank 0's thread ends before the next step."""
     if balancer._planning is not None:
         balancer._planning.exception()
+
+
+def await_threads(balancer: balance.Balancer) -> None:
+    """Likewise, and copies that were begun."""
+    await_plan(balancer)
     while not all(balancer._copies.ended(each.number) for each in balancer._open):
         time.sleep(0.001)
 
@@ -157,6 +162,7 @@ def balanced(
                     kept = None  # its end: what it used may be filled again
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
+                await_plan(balancer)
                 if late != env.rank or step % 3 == 0:
                     balancer.step()
                 imbalances.append(imbalance(group, balancer, step))
