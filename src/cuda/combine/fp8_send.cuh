@@ -189,16 +189,16 @@ struct Walk {
 };
 
 // A tile on its way to a warp. What is on its way cannot be moved, so a warp has two of these and uses them in turns.
-struct Loaded {
+struct LoadedTile {
   Found tile;
   uint4 raw[kFp8Steps][2];
 };
-__device__ __forceinline__ void load_next(Walk* walk, Loaded* to) {
+__device__ __forceinline__ void load_next(Walk* walk, LoadedTile* to) {
   to->tile = walk->find();
   if (to->tile.given) load_raw(to->tile.row, to->tile.begin, to->raw);
 }
 // Quantises and stores it, and makes known what is sent. The other tile is the last that the walk has found.
-__device__ __forceinline__ void send_loaded(Walk* walk, const Loaded& loaded) {
+__device__ __forceinline__ void send_loaded(Walk* walk, const LoadedTile& loaded) {
   const Fp8Sum& s = walk->s;
   if (loaded.tile.given) {
     Sixteen sum[kFp8Steps];
@@ -219,7 +219,7 @@ __device__ __forceinline__ void send_loaded(Walk* walk, const Loaded& loaded) {
 __device__ inline void send_usual(const Fp8Sum& s) {
   if (s.set() == kPushing) return publish_chunks(s);
   Walk walk(s);
-  Loaded even, odd;
+  LoadedTile even, odd;
   load_next(&walk, &even);
 #pragma unroll 1
   while (even.tile.given || !walk.ended) {
