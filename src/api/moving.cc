@@ -27,8 +27,9 @@ Status check_moves(twGroup_t group) {
 }
 
 Status check_closed(twGroup& group, int32_t layer) {
-  TW_RETURN_IF_FAILED(tw::close_epochs(group));
-  const uint32_t agreed = tw::agreed_of(group, nullptr).epoch;
+  tw::MapVersion known;
+  TW_RETURN_IF_FAILED(tw::close_epochs(group, &known));
+  const uint32_t agreed = known.epoch;
   if (const auto& open = group.moving->open(layer)) {
     return fail(twInvalidUsage, "layer {} has epoch {} open, and the lanes of this rank have come to epoch {}", layer,
                 open->epoch, agreed);
@@ -97,8 +98,8 @@ twResult_t twGroupEpochs(twGroup_t group, twEpochs_t* epochs, uint32_t* versions
   return enter_group("twGroupEpochs", group, [&]() -> Status {
     TW_CHECK_NOT_NULL(epochs);
     TW_RETURN_IF_FAILED(check_moves(group));
-    TW_RETURN_IF_FAILED(tw::close_epochs(*group));
-    const tw::MapVersion agreed = tw::agreed_of(*group, versions);
+    tw::MapVersion agreed;
+    TW_RETURN_IF_FAILED(tw::close_epochs(*group, &agreed, versions));
     twEpochs_t known{};
     known.staged = group->moving->staged();
     known.ready = group->moving->ready();

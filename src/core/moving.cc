@@ -21,6 +21,9 @@ uint32_t Moving::make_ready(uint32_t epoch, bool failed) {
   return ready_word(ready_, voids_ & 0xffff);
 }
 
+namespace {
+
+// The least version of the lanes of this rank.
 MapVersion agreed_of(twGroup& group, uint32_t* versions) {
   MapVersion agreed = group.backend->version(0);
   for (int channel = 0; channel < group.shape().channels; ++channel) {
@@ -31,8 +34,11 @@ MapVersion agreed_of(twGroup& group, uint32_t* versions) {
   return agreed;
 }
 
-Status close_epochs(twGroup& group) {
-  const MapVersion agreed = agreed_of(group, nullptr);
+}  // namespace
+
+Status close_epochs(twGroup& group, MapVersion* known, uint32_t* versions) {
+  const MapVersion agreed = agreed_of(group, versions);
+  if (known != nullptr) *known = agreed;
   for (int32_t layer = 0; layer < group.config.placement.layers; ++layer) {
     std::optional<Moving::Open>& open = group.moving->all()[static_cast<size_t>(layer)];
     if (!open || !has_epoch(agreed.epoch, open->epoch)) continue;

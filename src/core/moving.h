@@ -47,10 +47,10 @@ class Moving {
   std::vector<std::optional<Open>> open_;  // [layers]
 };
 
-// The least version of the lanes of this rank; versions: [channels] that of each, or NULL.
-MapVersion agreed_of(twGroup& group, uint32_t* versions);
-// Takes epochs that are decided on all lanes: their layers have one map again.
-Status close_epochs(twGroup& group);
+// Takes epochs that are decided on all lanes: their layers have one map again. Gives the least version of the lanes of
+// this rank, which it went by (a device may have another one a moment later), and that of each, [channels]; NULL: not
+// wanted.
+Status close_epochs(twGroup& group, MapVersion* agreed = nullptr, uint32_t* versions = nullptr);
 // The least version that a handle of the group may have which is not destroyed, if it is before `agreed`.
 uint32_t oldest_of(const twGroup& group, uint32_t agreed);
 // Gives a routing its slots, in the first step of it on a channel, before anything of it is sent (M3).

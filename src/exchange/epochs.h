@@ -3,9 +3,9 @@
 // all have told. The code is the hosts' and the kernels'.
 //
 // An epoch is one layer's next map with the weights that it needs, numbered from 1 in an order that all ranks have. In
-// each dispatch a rank tells up to which epoch it has all of them (Ready). The least of what all ranks have told in a
-// dispatch is the channel's version behind it. All ranks have the same N words, so they have the same version in the
-// same dispatch (M2).
+// each dispatch a rank tells up to which epoch it has all of them (ready_word). The least of what all ranks have told
+// in a dispatch is the channel's version behind it. All ranks have the same N words, so they have the same version in
+// the same dispatch (M2).
 //
 // What breaks if this changes: ranks that make other versions of the same words route by unlike maps. They find out by
 // the digest in the note, as twBoundMismatch in every dispatch that follows.

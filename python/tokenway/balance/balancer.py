@@ -49,6 +49,7 @@ class _Open:
     epoch: rounds.Epoch
     pieces: deque[tuple[int, int, int, int]]
     failed: bool = False
+    told: bool = False  # that this rank is ready for it
 
 
 class Balancer:
@@ -99,6 +100,7 @@ class Balancer:
         self._planning: Future[Any] | None = None
         self._queue: deque[rounds.Epoch] = deque()
         self._open: deque[_Open] = deque()  # staged, and not decided on all lanes here
+        self._staged = begun.staged  # the last epoch that is staged: others than this balancer stage none
         self._told = 0  # rank 0: the last plan that it has told, by the epoch that it begins with
         self._began = 0
         self._next = every
@@ -163,10 +165,10 @@ class Balancer:
     def _stage(self) -> None:
         """Stages what may be, in the order of the plan: one epoch of a layer at a time (M1)."""
         while self._queue and all(other.epoch.layer != self._queue[0].layer for other in self._open):
-            if len(self._open) >= 8:  # of 15 that may be open: others than this balancer stage none
+            if len(self._open) >= 8:  # of 15 that may be
                 return
             epoch = self._queue[0]
-            number = self.group.moving.stage(epoch.table, epoch.layer)
+            self._staged = self.group.moving.stage(epoch.table, epoch.layer)
             self._queue.popleft()
             mine = [pull for pull in epoch.pulls if self.weights.rank_of_slot[pull[0]] == self.group.rank]
             pieces = [
@@ -175,14 +177,13 @@ class Balancer:
                 for piece in self.weights.pieces(epoch.layer, source, target, self._step_bytes)
             ]
             self._count(moves=len(mine), bytes=sum(piece[3] for piece in pieces))
-            self._open.append(_Open(number, epoch, deque(pieces)))
+            self._open.append(_Open(self._staged, epoch, deque(pieces)))
 
     def _copy(self) -> None:
         """Copies at most so many bytes, and says which epochs this rank is ready for, in their order."""
         left = self._step_bytes
-        ready = self.group.moving.epochs().ready
         for each in self._open:
-            if _reached(ready, each.number):
+            if each.told:
                 continue
             try:
                 while each.pieces and each.pieces[0][3] <= left and not each.failed:
@@ -195,6 +196,7 @@ class Balancer:
             if not each.failed and (each.pieces or not self._copies.ended(each.number)):
                 return
             self.group.moving.ready(each.number, failed=each.failed)
+            each.told = True
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
@@ -203,7 +205,7 @@ class Balancer:
         the epoch that it begins with, which is the same on all ranks that are idle. There is no other before this rank
         follows it, and then only when all of its epochs are decided, which all ranks must have been ready for: nobody
         misses one."""
-        number = self.group.moving.epochs().staged + 1
+        number = self._staged + 1
         if self._told == number:
             return
         if self._planning is None:
@@ -245,7 +247,7 @@ class Balancer:
     def _follow(self) -> None:
         """Takes the next plan over, if it is there."""
         board = self._copies.read_board(PLANNER)
-        number = self.group.moving.epochs().staged + 1
+        number = self._staged + 1
         wanted = None if board is None else _read_board(board, number, (self.group.layers, -1))
         if wanted is None:
             return

@@ -46,7 +46,7 @@ class Layout:
         return cls(known, layers, slots, board)
 
     def expert_bytes(self, name: str) -> int:
-        """Of one expert's tensor, with what aligns the next."""
+        """Of one expert's tensor."""
         shape, dtype = self.tensors[name]
         return math.prod(shape) * tensors.numpy_dtype(dtype).itemsize
 
