@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from frameworks import attempt, begin, here, mutated, steps, whole, within
-from harness import PATIENT
+from frameworks import attempt, begin, here, mutated, need_devices, need_version, steps, whole, within
+from harness import AT_ONCE, HANGS, PATIENT, said
 
 import tokenway as tw
 
@@ -278,3 +278,40 @@ def mutant(old: str, new: str) -> Any:
         return spec
 
     return types.SimpleNamespace(through_tokenway=through_tokenway)
+
+
+def two_ranks(rank_main: Any, folders: Any, name: str) -> list[dict[str, Any]]:
+    """What each of two processes has found, or a skip. folders: pytest's tmp_path_factory."""
+    need_version("megatron-core", PINNED)
+    need_devices()
+    # Many parts, each of which may take its time; those that hang end by the timeouts within.
+    return tw.run(rank_main, 2, str(folders.mktemp(name) / "store"), timeout=6 * HANGS)
+
+
+def finish(found: dict[str, Any], mutations: dict[str, Any], run: Any) -> dict[str, Any]:
+    """Adds what a rank's run gives with each mutation, and ends the rank. mutations: (old text, new text, what `run`
+    takes beside the adapter)."""
+    import torch.distributed as dist
+
+    for mutation, (old, new, *more) in mutations.items():
+        found[mutation] = attempt(run, mutant(old, new), *more)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def failing(adapter: Any, case: Case, rank: int, experts: Any) -> Any:
+    """Rank 1's experts do something else: what each is told, and how long it took."""
+    layer = layer_of(adapter, case, rank)
+    kept = layer.experts.forward
+    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
+    return timed(trained, layer, batch(case, rank).to(here()))
+
+
+def judge_failure(ran: list[dict[str, Any]], name: str, result: str, sentence: str) -> None:
+    """Rank 1 was told what failed, its peer so at once, and the next pass was right."""
+    (first, took), (second, _) = (found[name] for found in ran)
+    said(second, result, sentence)
+    said(first, "PeerRefused", "rank 1")
+    assert took < AT_ONCE
+    judge([found["after"] for found in ran])

@@ -5,26 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from frameworks import assert_caught, attempt, here, need_devices, need_version, programs_of
-from harness import AT_ONCE, HANGS, said
+from frameworks import assert_caught, attempt, here, programs_of
+from harness import said
 from megatron_ranks import (
     HIDDEN,
     MOST,
-    PINNED,
     Case,
     batch,
     begin_megatron,
     config_of,
+    failing,
+    finish,
     judge,
-    mutant,
+    judge_failure,
     run_case,
     spec_of,
-    timed,
-    trained,
-    weigh,
+    two_ranks,
 )
-
-import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -51,15 +48,6 @@ MUTATIONS = {
         "dropped tokens",
     ),
 }
-
-
-def failing(adapter: Any, rank: int, experts: Any) -> Any:
-    """Rank 1's experts do something else: what each is told, and how long it took."""
-    layer = spec_of(adapter, max_tokens=MOST)(config=config_of(2), layer_number=1).to(here())
-    weigh(layer, 2 * rank)
-    kept = layer.experts.forward
-    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
-    return timed(trained, layer, batch(CASES["uneven"], rank).to(here()))
 
 
 def no_memory(*_: Any) -> Any:
@@ -136,7 +124,6 @@ def graphed() -> dict[str, Any]:
 
 def rank_main(store: str) -> Any:
     import torch
-    import torch.distributed as dist
 
     rank, of_one = begin_megatron(store)
     device = here()
@@ -153,27 +140,20 @@ def rank_main(store: str) -> Any:
     many = spec_of(megatron, max_tokens=MOST)(config=config_of(2), layer_number=1).to(device)
     found["refused"].append(attempt(many, torch.zeros(MOST + rank, 1, HIDDEN, device=device)))
     for name, (experts, *_) in FAILING.items():
-        found[name] = failing(megatron, rank, experts)
+        found[name] = failing(megatron, CASES["uneven"], rank, experts)
     found["after"] = attempt(run_case, megatron, of_one, CASES["uneven"], rank)
-    for mutation, (old, new, case) in MUTATIONS.items():
-        found[mutation] = attempt(run_case, mutant(old, new), of_one, CASES[case], rank)
     names: dict[str, Any] = {}
     (program,) = programs_of("Megatron")
     exec(program, names)
     layers = names["layers_of"](names["spec_of"](config_of(2)))
     found["guide"] = [spec.submodules.mlp.module.__name__ for spec in layers]
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return finish(found, MUTATIONS, lambda adapter, case: run_case(adapter, of_one, CASES[case], rank))
 
 
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    need_version("megatron-core", PINNED)
-    need_devices()
-    # Many parts, each of which may take its time; those that hang end by the timeouts within.
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron") / "store"), timeout=6 * HANGS)
+    return two_ranks(rank_main, tmp_path_factory, "megatron")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,11 +180,7 @@ def test_what_is_refused(ran) -> None:
 @pytest.mark.parametrize("experts", FAILING)
 def test_a_rank_whose_experts_fail(ran, experts) -> None:
     """Or give other rows than they were given: it is told, as its peers are at once; the next pass is right."""
-    (first, took), (second, _) = (found[experts] for found in ran)
-    said(second, *FAILING[experts][1:])
-    said(first, "PeerRefused", "rank 1")
-    assert took < AT_ONCE
-    judge([found["after"] for found in ran])
+    judge_failure(ran, experts, *FAILING[experts][1:])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -6,25 +6,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from frameworks import assert_caught, attempt, here, need_devices, need_version
-from harness import AT_ONCE, HANGS, said
+from frameworks import assert_caught, attempt, here
+from harness import AT_ONCE, said
 from megatron_ranks import (
     MOST,
-    PINNED,
     Case,
     batch,
     begin_megatron,
+    failing,
+    finish,
     judge,
+    judge_failure,
     layer_of,
-    mutant,
     run_case,
     timed,
     trained,
+    two_ranks,
 )
 from test_megatron import FAILING
 from test_megatron_shared import GATED
-
-import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -66,16 +66,7 @@ MUTATIONS = {
 }
 
 
-def failing(adapter: Any, rank: int, experts: Any) -> Any:
-    """Rank 1's experts do something else: what each is told, and how long it took."""
-    layer = layer_of(adapter, CASES["uneven"], rank)
-    kept = layer.experts.forward
-    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
-    return timed(trained, layer, batch(CASES["uneven"], rank).to(here()))
-
-
 def rank_main(store: str) -> dict[str, Any]:
-    import torch.distributed as dist
 
     rank, of_one = begin_megatron(store)
     from tokenway.integrations import groups, megatron
@@ -85,21 +76,15 @@ def rank_main(store: str) -> dict[str, Any]:
     unlike = Case(padded(1.0), {"equal": True}, ((3, 1), (4, 1)))  # both fit, so nobody must grow
     found["unlike"] = timed(trained, layer_of(megatron, unlike, rank), batch(unlike, rank).to(here()))
     for name, (experts, *_) in FAILING.items():
-        found[name] = failing(megatron, rank, experts)
+        found[name] = failing(megatron, CASES["uneven"], rank, experts)
     found["after"] = attempt(run_case, megatron, of_one, CASES["uneven"], rank)
-    for mutation, (old, new, case) in MUTATIONS.items():
-        found[mutation] = attempt(run_case, mutant(old, new), of_one, CASES[case], rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return finish(found, MUTATIONS, lambda adapter, case: run_case(adapter, of_one, CASES[case], rank))
 
 
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    need_version("megatron-core", PINNED)
-    need_devices()
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("capacity") / "store"), timeout=6 * HANGS)
+    return two_ranks(rank_main, tmp_path_factory, "capacity")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,11 +107,7 @@ def test_ranks_said_to_be_equal_that_are_not(ran) -> None:
 @pytest.mark.parametrize("experts", FAILING)
 def test_a_rank_whose_experts_fail(ran, experts) -> None:
     """Or give other rows than they were given: it is told, as its peers are at once; the next pass is right."""
-    (first, took), (second, _) = (found[experts] for found in ran)
-    said(second, *FAILING[experts][1:])
-    said(first, "PeerRefused", "rank 1")
-    assert took < AT_ONCE
-    judge([found["after"] for found in ran])
+    judge_failure(ran, experts, *FAILING[experts][1:])
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -8,14 +8,25 @@ from typing import Any
 import megatron_ranks
 import numpy as np
 import pytest
-from frameworks import assert_caught, attempt, here, need_devices, need_version
-from harness import AT_ONCE, HANGS, said
-from megatron_ranks import MOST, PINNED, Case, batch, begin_megatron, judge, layer_of, mutant, timed, trained
+from frameworks import assert_caught, attempt, here
+from harness import AT_ONCE, said
+from megatron_ranks import (
+    MOST,
+    Case,
+    batch,
+    begin_megatron,
+    failing,
+    finish,
+    judge,
+    judge_failure,
+    layer_of,
+    timed,
+    trained,
+    two_ranks,
+)
 from test_megatron import FAILING
 from test_megatron_capacity import SAID, padded
 from test_megatron_shared import GATED
-
-import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -67,14 +78,6 @@ def run_case(adapter: Any, of_one: Any, case: Case, rank: int) -> dict[str, Any]
     return found | {"made": {dtype: count for dtype, count in counts.items() if count}}
 
 
-def failing(adapter: Any, rank: int, experts: Any) -> Any:
-    """Rank 1's experts do something else: what each is told, and how long it took."""
-    layer = layer_of(adapter, CASES["uneven"], rank)
-    kept = layer.experts.forward
-    layer.experts.forward = kept if rank == 0 else lambda *args: experts(kept, *args)
-    return timed(trained, layer, batch(CASES["uneven"], rank).to(here()))
-
-
 def too_many(adapter: Any, case: Case, rank: int) -> Any:
     """Rank 1 has more tokens than were said."""
     layer = layer_of(adapter, case, rank)
@@ -82,7 +85,6 @@ def too_many(adapter: Any, case: Case, rank: int) -> Any:
 
 
 def rank_main(store: str) -> dict[str, Any]:
-    import torch.distributed as dist
 
     rank, of_one = begin_megatron(store)
     from tokenway.integrations import megatron
@@ -90,23 +92,17 @@ def rank_main(store: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: attempt(run_case, megatron, of_one, case, rank) for name, case in CASES.items()}
     found["exact"] = megatron_ranks.run_case(megatron, of_one, Case(), rank)["found"]["out"]
     for name, (experts, *_) in FAILING.items():
-        found[name] = failing(megatron, rank, experts)
+        found[name] = failing(megatron, CASES["uneven"], rank, experts)
     found["many"] = [too_many(megatron, CASES[name], rank) for name in ("uneven", "a fixed capacity, uneven")]
     found["after"] = attempt(run_case, megatron, of_one, CASES["uneven"], rank)
     found["unknown"] = attempt(layer_of, megatron, Case(said={"fp8_rows": "e4m3"}), rank)
-    for mutation, (old, new, case) in MUTATIONS.items():
-        found[mutation] = attempt(run_case, mutant(old, new), of_one, CASES[case], rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return finish(found, MUTATIONS, lambda adapter, case: run_case(adapter, of_one, CASES[case], rank))
 
 
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    need_version("megatron-core", PINNED)
-    need_devices()
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron_fp8") / "store"), timeout=6 * HANGS)
+    return two_ranks(rank_main, tmp_path_factory, "megatron_fp8")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,11 +116,7 @@ def test_outputs_and_gradients(ran, case) -> None:
 @pytest.mark.parametrize("experts", FAILING)
 def test_a_rank_whose_experts_fail(ran, experts) -> None:
     """Or give other rows than they were given: it is told, as its peers are at once; the next pass is right."""
-    (first, took), (second, _) = (found[experts] for found in ran)
-    said(second, *FAILING[experts][1:])
-    said(first, "PeerRefused", "rank 1")
-    assert took < AT_ONCE
-    judge([found["after"] for found in ran])
+    judge_failure(ran, experts, *FAILING[experts][1:])
 
 
 def test_more_tokens_than_were_said(ran) -> None:

@@ -8,25 +8,22 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from frameworks import assert_caught, attempt, here, need_devices, need_version, on_devices, steps, whole
-from harness import HANGS
+from frameworks import assert_caught, attempt, here, on_devices, steps, whole
 from megatron_ranks import (
     MOST,
-    PINNED,
     Case,
     batch,
     begin_megatron,
     close,
+    finish,
     gradients_of,
     layer_of,
-    mutant,
     shared_of,
+    two_ranks,
     wanted_of,
 )
 from test_megatron_capacity import padded
 from test_megatron_shared import GATED
-
-import tokenway as tw
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -203,7 +200,6 @@ def judge(ranks: list[dict[str, Any]]) -> None:
 
 
 def rank_main(store: str) -> dict[str, Any]:
-    import torch.distributed as dist
 
     rank, of_one = begin_megatron(store, blocking=False)
     from tokenway.integrations import megatron
@@ -212,19 +208,13 @@ def rank_main(store: str) -> dict[str, Any]:
     found["operations"] = {name: attempt(operations, megatron, case, rank) for name, case in (CASES | PARTS).items()}
     for name, case in PARTS.items():
         found[name] = attempt(in_parts, megatron, of_one, case, rank)
-    for mutation, (old, new) in MUTATIONS.items():
-        found[mutation] = attempt(in_parts, mutant(old, new), of_one, PARTS["beside shared experts"], rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return finish(found, MUTATIONS, lambda adapter: in_parts(adapter, of_one, PARTS["beside shared experts"], rank))
 
 
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    need_version("megatron-core", PINNED)
-    need_devices()
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("megatron_graphs") / "store"), timeout=6 * HANGS)
+    return two_ranks(rank_main, tmp_path_factory, "megatron_graphs")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,11 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from frameworks import assert_caught, attempt, here, need_devices, need_version, steps
-from harness import AT_ONCE, HANGS, said
-from megatron_ranks import MOST, PINNED, Case, batch, begin_megatron, judge, layer_of, mutant, run_case, timed, trained
-
-import tokenway as tw
+from frameworks import assert_caught, attempt, here, steps
+from megatron_ranks import (
+    MOST,
+    Case,
+    batch,
+    begin_megatron,
+    finish,
+    judge,
+    judge_failure,
+    layer_of,
+    run_case,
+    timed,
+    trained,
+    two_ranks,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -81,7 +91,6 @@ def failing(adapter: Any, rank: int, part: str) -> Any:
 
 
 def rank_main(store: str) -> dict[str, Any]:
-    import torch.distributed as dist
 
     rank, of_one = begin_megatron(store)
     from tokenway.integrations import megatron
@@ -90,19 +99,13 @@ def rank_main(store: str) -> dict[str, Any]:
     found["order"] = attempt(order_of, megatron, rank)
     found["failed"] = failing(megatron, rank, "linear_fc1_forward_and_act")
     found["after"] = attempt(run_case, megatron, of_one, CASES["uneven"], rank)
-    for mutation, (old, new, case) in MUTATIONS.items():
-        found[mutation] = attempt(run_case, mutant(old, new), of_one, CASES[case], rank)
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
+    return finish(found, MUTATIONS, lambda adapter, case: run_case(adapter, of_one, CASES[case], rank))
 
 
 @pytest.fixture(scope="module")
 def ran(torch: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
-    need_version("megatron-core", PINNED)
-    need_devices()
-    return tw.run(rank_main, 2, str(tmp_path_factory.mktemp("shared") / "store"), timeout=6 * HANGS)
+    return two_ranks(rank_main, tmp_path_factory, "shared")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,11 +124,7 @@ def test_the_order_of_parts(ran) -> None:
 
 def test_a_rank_whose_shared_experts_fail(ran) -> None:
     """It is told, as its peers are at once; the next pass is right."""
-    (first, took), (second, _) = (found["failed"] for found in ran)
-    said(second, "RuntimeError", "^no memory, say")
-    said(first, "PeerRefused", "rank 1")
-    assert took < AT_ONCE
-    judge([found["after"] for found in ran])
+    judge_failure(ran, "failed", "RuntimeError", "^no memory, say")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
