@@ -26,6 +26,7 @@ from tokenway.bench.tables import (
     frameworks,
     layer,
     modes,
+    moving,
     nvlink,
     overhead,
     placement,
@@ -59,6 +60,7 @@ PARTS = {
     "returns": Kind(returns.tables),
     "layers": Kind(layer.tables, layer.notes),
     "frameworks": Kind(frameworks.tables, frameworks.notes),
+    "moving": Kind(moving.tables, moving.notes),
 }
 BACKENDS = {
     "cpu": Kind(cpu.tables),
