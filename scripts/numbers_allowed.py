@@ -94,6 +94,7 @@ ALLOWED: dict[str, dict[int, str]] = {
     "host/tables.h": {63: "alignment less one", 64: "bytes of alignment"},
     "host/settle.cc": {5: "us, the shortest nap of a wait for the device", 1000: "us, the longest"},
     "host/steps.cc": {5: "ms between looks", 500: "ms to find out who is to blame for moves that cannot be made"},
+    "counts/balance.cu": {256: "threads of a block that chooses by a map that moves"},
     "step/step.cu": {
         63: "the bit of a test's flags, which no step has",
         256: "threads of a kernel that publishes and drains signals alone",

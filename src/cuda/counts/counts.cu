@@ -55,15 +55,15 @@ constexpr int together(int top_k) { return top_k <= 8 ? kCounted / kWarps : top_
 
 // Copies ids and weights of together() tokens from `first` on into the handle, and counts and marks their rows. A bad
 // id acts as -1 and is reported. `top_k`: up to 32.
-__device__ void count_tokens(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
-                             int first) {
+__device__ void count_tokens(const CountsParams& p, const Step& step, const uint32_t* map, const CountsScratch& scratch,
+                             int32_t* counters, int first) {
   const Shape& shape = p.group.map.shape();
   const int token = first + lane() / shape.top_k;
   const int k = lane() % shape.top_k;
   const bool there = lane() < together(shape.top_k) * shape.top_k && token < p.tokens;
   const int64_t raw = there ? raw_id(p.in, token, k) : -1;
   const float weight = there ? raw_weight(p.in, token, k) : 0.0f;
-  int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
+  int32_t id = slot_of(p.group, map, valid_id(p.in, raw), token);
   // An id counts once in a token, and so does a rank.
   const auto key = [&](int32_t what) { return static_cast<long long>(lane() / shape.top_k) << 32 | what; };
   const uint32_t same = __match_any_sync(~0u, id < 0 ? -1 - static_cast<long long>(lane()) : key(id));
@@ -82,14 +82,14 @@ __device__ void count_tokens(const CountsParams& p, const Step& step, const Coun
 }
 
 // Does the same for one token, by one thread, for any top_k.
-__device__ void count_token(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
-                            int token) {
+__device__ void count_token(const CountsParams& p, const Step& step, const uint32_t* map, const CountsScratch& scratch,
+                            int32_t* counters, int token) {
   const Shape& shape = p.group.map.shape();
   int32_t* const ids = p.handle.ids + static_cast<int64_t>(token) * shape.top_k;
 #pragma unroll 1
   for (int k = 0; k < shape.top_k; ++k) {
     const int64_t raw = raw_id(p.in, token, k);
-    int32_t id = slot_of(p.group, p.in, valid_id(p.in, raw), token);
+    int32_t id = slot_of(p.group, map, valid_id(p.in, raw), token);
     const int32_t rank = id < 0 ? -1 : expert_rank(p.group.experts[id]);
     bool counted = false;
     for (int i = 0; i < k; ++i) {
@@ -112,8 +112,8 @@ __device__ void count_token(const CountsParams& p, const Step& step, const Count
 }
 
 // Counts kCounted tokens from `first` on, and puts their marks into the handle. By a block.
-__device__ void count_some(const CountsParams& p, const Step& step, const CountsScratch& scratch, int32_t* counters,
-                           int first) {
+__device__ void count_some(const CountsParams& p, const Step& step, const uint32_t* map, const CountsScratch& scratch,
+                           int32_t* counters, int first) {
   const Shape& shape = p.group.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
   const int marks = kCounted / kGroup * shape.ranks;
@@ -123,10 +123,10 @@ __device__ void count_some(const CountsParams& p, const Step& step, const Counts
   if (shape.top_k <= 32) {
     const int each = together(shape.top_k);
     for (int token = first + thread / 32 * each; token < end; token += kWarps * each) {
-      count_tokens(p, step, scratch, counters, token);
+      count_tokens(p, step, map, scratch, counters, token);
     }
   } else if (first + thread < end) {
-    count_token(p, step, scratch, counters, first + thread);
+    count_token(p, step, map, scratch, counters, first + thread);
   }
   __syncthreads();
   const int there = min(marks, (end - first + kGroup - 1) / kGroup * shape.ranks);
@@ -137,7 +137,8 @@ __device__ void count_some(const CountsParams& p, const Step& step, const Counts
 }
 
 // Counts a block's share of the tokens, into the counters of the kernel.
-__device__ void count_share(const CountsParams& p, const Step& step, const CountsScratch& scratch) {
+__device__ void count_share(const CountsParams& p, const Step& step, const uint32_t* map,
+                            const CountsScratch& scratch) {
   const Shape& shape = p.group.map.shape();
   const int counts = shape.ranks + shape.experts;
   const auto thread = static_cast<int>(threadIdx.x);
@@ -145,7 +146,7 @@ __device__ void count_share(const CountsParams& p, const Step& step, const Count
   int32_t* const counters = scratch.own != nullptr ? scratch.own : p.told;
   const auto blocks = static_cast<int>(gridDim.x);
   for (int first = static_cast<int>(blockIdx.x) * kCounted; first < p.tokens; first += blocks * kCounted) {
-    count_some(p, step, scratch, counters, first);
+    count_some(p, step, map, scratch, counters, first);
   }
   __syncthreads();
   for (int i = thread; scratch.own != nullptr && i < counts; i += kThreads) {
@@ -388,7 +389,8 @@ __device__ void leave_nothing(const CountsParams& p, const Step& step, const Cou
 __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant__ CountsParams p) {
   const GroupView& g = p.group;
   const CountsScratch scratch(g.map.shape());
-  const uint32_t digest = load_digest(p.in.digest);
+  const uint32_t* const map = map_of(g, p.in, p.channel);
+  const uint32_t digest = load_digest(p.in.head == nullptr ? p.in.digest : map + MapWords::kDigest);
   Step step{next_step(g, p.channel), p.channel, p.room, twPhaseCounts,
             mix_rows(digest, p.growth)};  // ranks must have one room alike
   begin_at_bank(g, p.bank, &step.number);
@@ -404,7 +406,7 @@ __global__ void __launch_bounds__(kThreads) counts_kernel(const __grid_constant_
   if (threadIdx.x == 0 && blockIdx.x == 0) clear_counters(g, step);
   bool last = blockIdx.x == 0;
   if (p.send) {
-    count_share(p, step, scratch);
+    count_share(p, step, map, scratch);
     __syncthreads();
     last = __syncthreads_or(threadIdx.x == 0 && last_to_send(g, step, Roles::one(static_cast<int>(gridDim.x)))) != 0;
     if (last) tell_counts(p, step);

@@ -62,7 +62,7 @@ __device__ void mark_choice(const LayoutParams& p, const LayoutScratch& scratch,
     write_bad_id(g, Step{atomicAdd(&g.state->bad_layouts, 1) + 1, -1, 0, twPhaseNone}, token, k, raw);
   }
   const int32_t slot =
-      p.chosen != nullptr ? static_cast<int32_t>(load_fresh<uint32_t>(p.chosen + i)) : slot_of(g, p.in, id, token);
+      p.chosen != nullptr ? static_cast<int32_t>(load_fresh<uint32_t>(p.chosen + i)) : slot_of(g, p.in.map, id, token);
   if (p.layout.physical_ids != nullptr && p.chosen == nullptr) p.layout.physical_ids[i] = slot;
   if (slot < 0) return;
   if (counters.per_expert != nullptr) atomicAdd(&counters.per_expert[slot], 1);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/device/wait.cuh"
+#include "exchange/epochs.h"
 #include "exchange/replicas.h"
 
 namespace tw::cuda {
@@ -71,10 +72,19 @@ __device__ inline Replicas replicas_at(const GroupView& g, const int32_t* first)
   replicas.rank = g.me;
   return replicas;
 }
-// Gives the physical expert for a valid id, out of device memory.
-__device__ inline int32_t slot_of(const GroupView& g, const IdsIn& in, int32_t id, int token) {
-  if (in.map == nullptr || id < 0) return id;
-  return replicas_at(g, reinterpret_cast<const int32_t*>(in.map) + MapWords::kFirst).choose(id, token);
+// Gives the map by which a call's ids become physical experts; where maps move, that of the version that the channel
+// has. Dispatches do not ask: their blocks run beside the one that makes the version of the next. NULL: they are
+// physical.
+__device__ inline const uint32_t* map_of(const GroupView& g, const IdsIn& in, int channel) {
+  if (in.head == nullptr) return in.map;
+  const uint32_t head = load_fresh<uint32_t>(in.head);
+  const MapVersion version = unpack_version(load_fresh<unsigned long long>(&g.loads.moving.versions[channel]));
+  return in.map + MapHead::chosen(head, version) * MapWords::all(g.map.shape());
+}
+// Gives the physical expert for a valid id by a map, out of device memory.
+__device__ inline int32_t slot_of(const GroupView& g, const uint32_t* map, int32_t id, int token) {
+  if (map == nullptr || id < 0) return id;
+  return replicas_at(g, reinterpret_cast<const int32_t*>(map) + MapWords::kFirst).choose(id, token);
 }
 
 // Gives what a dispatch, or an exchange of counts, tells of the map behind its ids. `at`: where that is; NULL: there is

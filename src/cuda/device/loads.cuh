@@ -19,7 +19,7 @@ namespace tw::cuda {
 
 // Whether this block of a dispatch only gathers load statistics.
 __device__ inline bool does_nothing_else(const DispatchParams& p) {
-  return p.loads_block == LoadsBlock::kApart && blockIdx.x == gridDim.x - 1;
+  return p.loads_block == LoadsBlock::kApart && blockIdx.x >= gridDim.x - kLoadsBlocks;
 }
 
 // Stores a word at all ranks. By a thread.
@@ -39,7 +39,7 @@ __device__ inline void count_ids(const DispatchParams& p, int32_t* counts) {
 #pragma unroll 1
   for (int e = thread; e < shape.choices(); e += kThreads) counts[e] = 0;
   __syncthreads();
-  visit_choices(p.in, p.tokens, shape.top_k, [counts](int64_t, int, int, int64_t, int32_t id) {
+  visit_choices(p.routed, p.tokens, shape.top_k, [counts](int64_t, int, int, int64_t, int32_t id) {
     if (id >= 0) atomicAdd(&counts[id], 1);
   });
   __syncthreads();
@@ -180,23 +180,23 @@ __device__ __noinline__ static void take_version(const GroupView& g, int channel
   *const_cast<volatile uint64_t*>(&moving.versions_there[channel]) = version;
 }
 
-// Does all of this block's work. By a block that does nothing else, or by the last one when its other part is done.
-__device__ __noinline__ static void count_loads(const DispatchParams& p) {
+// Tells what this rank's tokens choose, and how far it is with maps that move. `dispatch`: its number. By a block.
+__device__ __noinline__ static void tell_loads(const DispatchParams& p, uint32_t dispatch) {
   const GroupView& g = p.group;
   const Shape& shape = g.map.shape();
   const auto thread = static_cast<int>(threadIdx.x);
-  const uint32_t dispatch = load_fresh<uint32_t>(&g.loads.numbers[p.channel]) + 1;
-  const bool routed = !p.in.own;  // otherwise whoever made the ids the handle's own has counted them
+  const bool routed = !p.routed.own;  // otherwise whoever made the ids the handle's own has counted them
   const bool shared = routed && p.table != 0;
   int32_t* const counts = shared ? shared_at<int32_t>(p.at.table) : p.handle.choices;
-  __syncthreads();               // the table is not needed any more
+  __syncthreads();               // the table is not needed any more, and all have the number
   if (thread == kThreads - 1) {  // whose warp seldom has tokens to count
+    if (shape.moves != 0) tell_ready(g, p.channel, dispatch);
     // A dispatch that is made although its counts were refused for lack of room moves nothing.
     const bool moves = !shape.exact() || load_fresh<uint32_t>(p.handle.overflow) == 0;
     const bool counted = p.counted && moves;
     const uint32_t turn = counted ? atomicAdd(&g.loads.told_of[p.layer], 1) + 1 : 0;
     tell_word(g, p.channel, dispatch, 0, counted ? CountedCall::value(p.layer, turn) : 0);
-    if (shape.moves != 0) tell_ready(g, p.channel, dispatch);
+    g.loads.numbers[p.channel].told = dispatch;
   }
   if (routed) count_ids(p, counts);
 #pragma unroll 1
@@ -205,22 +205,44 @@ __device__ __noinline__ static void count_loads(const DispatchParams& p) {
     if (shared) p.handle.choices[e] = static_cast<int32_t>(chosen);
     tell_word(g, p.channel, dispatch, 1 + static_cast<uint64_t>(e), chosen);
   }
-  if (dispatch > 1) take_told(g, p.channel, dispatch - 1);
-  if (dispatch > 1 && shape.moves != 0 && thread < 32) take_version(g, p.channel, dispatch - 1);
-  __syncthreads();
-  if (thread == 0) g.loads.numbers[p.channel] = dispatch;
 }
 
-// Is the whole kernel for a block that does nothing else. It does without what the others prepare, so with 128 tokens
-// and more it ends before they do.
+// Takes what all ranks have told of the dispatch before. `dispatch`: this one's number. By a block.
+__device__ __noinline__ static void take_loads(const GroupView& g, int channel, uint32_t dispatch) {
+  const auto thread = static_cast<int>(threadIdx.x);
+  const auto threads = static_cast<int>(blockDim.x);
+  // By a warp that seldom has an expert: the others' words are on their way meanwhile.
+  if (dispatch > 1 && g.map.shape().moves != 0 && thread >= threads - 32) take_version(g, channel, dispatch - 1);
+  if (dispatch > 1) take_told(g, channel, dispatch - 1);
+  __syncthreads();  // all have the number
+  if (thread == 0) g.loads.numbers[channel].taken = dispatch;
+}
+
+// Does both, in the last block of a dispatch when its other part is done.
+__device__ __noinline__ static void count_loads(const DispatchParams& p) {
+  const DispatchNumbers* const numbers = &p.group.loads.numbers[p.channel];
+  const uint32_t told = load_fresh<uint32_t>(&numbers->told);
+  const uint32_t taken = load_fresh<uint32_t>(&numbers->taken);
+  tell_loads(p, told + 1);
+  take_loads(p.group, p.channel, taken + 1);
+}
+
+// Is the whole kernel for blocks that do nothing else: the last one tells, the one before takes. Each has a number of
+// its own to count by, as neither waits for the other; with few tokens the dispatch waits for them, by the longer of
+// two ways and not by their sum. They do without what other blocks prepare, so with 128 tokens and more they end before
+// these do.
 __device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
   const GroupView& g = p.group;
+  const bool tells = blockIdx.x == gridDim.x - 1;
+  const DispatchNumbers* const numbers = &g.loads.numbers[p.channel];
   await_earlier();
+  const uint32_t before = load_fresh<uint32_t>(tells ? &numbers->told : &numbers->taken);
   Step step{next_step(g, p.channel), p.channel, p.bound, twPhaseDispatch};
   if (static_cast<int>(step.number & 1) != p.bank) ++step.number;  // the others skip one
   const bool usable = __syncthreads_or(is_sticky(g)) == 0;
   const uint32_t arrived = p.receive && threadIdx.x == 0 ? begin_end(g, step) : 0;
-  if (usable) count_loads(p);
+  if (usable && tells) tell_loads(p, before + 1);
+  if (usable && !tells) take_loads(g, p.channel, before + 1);
   __syncthreads();
   if (!p.receive || threadIdx.x != 0) return;
   end_step(g, step, arrived);
@@ -230,16 +252,16 @@ __device__ __noinline__ static void count_loads_apart(const DispatchParams& p) {
 // Tells that a dispatch which this rank refuses counts for nobody. By a block.
 __device__ inline void tell_refusal(const GroupView& g, int channel) {
   if (g.map.shape().counts_loads == 0) return;
-  const uint32_t dispatch = load_fresh<uint32_t>(&g.loads.numbers[channel]) + 1;
-  __syncthreads();  // all have read it
-  const bool moves = g.map.shape().moves != 0;
+  DispatchNumbers* const numbers = &g.loads.numbers[channel];
+  const uint32_t told = load_fresh<uint32_t>(&numbers->told);
+  const uint32_t taken = load_fresh<uint32_t>(&numbers->taken);
+  __syncthreads();  // all have read them
   if (threadIdx.x == 0) {
-    tell_word(g, channel, dispatch, 0, 0);
-    if (moves) tell_ready(g, channel, dispatch);
+    tell_word(g, channel, told + 1, 0, 0);
+    if (g.map.shape().moves != 0) tell_ready(g, channel, told + 1);
+    numbers->told = told + 1;
   }
-  if (dispatch > 1) take_told(g, channel, dispatch - 1);
-  if (dispatch > 1 && moves && threadIdx.x < 32) take_version(g, channel, dispatch - 1);
-  if (threadIdx.x == 0) g.loads.numbers[channel] = dispatch;
+  take_loads(g, channel, taken + 1);
 }
 
 }  // namespace tw::cuda

@@ -91,7 +91,7 @@ __device__ inline void fill_table(const DispatchParams& p, const Scratch& scratc
 }
 // Gives the physical expert for a valid id. The handle's own ids are physical experts already.
 __device__ __noinline__ static int32_t mapped_slot(const DispatchParams& p, int32_t id, int token) {
-  if (!p.table) return slot_of(p.group, p.in, id, token);
+  if (!p.table) return slot_of(p.group, p.in.map, id, token);
   return replicas_at(p.group, shared_at<int32_t>(p.at.map)).choose(id, token);
 }
 __device__ inline int32_t find_slot(const DispatchParams& p, int32_t id, int token) {

@@ -147,7 +147,9 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   p.layer = handle.map.layer;
   const Budget budget = budget_of(rows, call.sm_limit);
   p.loads_block = send ? budget.loads_block : LoadsBlock::kNone;
+  const IdsIn given = p.in;
   if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
+  p.routed = balances() ? p.in : given;
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =
       p.in.id_stride[1] == 1 && width_of({address_of(p.in.ids), static_cast<uint64_t>(p.in.id_stride[0]) * id_bytes,
@@ -173,7 +175,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   plan_dispatch(budget, rows, {fit.words, usual, p.handle.metadata_step != nullptr && handle.device.brought}, &p);
   bool placed = false;  // rows are where the caller wants them
   TW_RETURN_IF_FAILED(run_by_expert(call, budget, handle, p, &placed));
-  const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? 1 : 0);
+  const int grid = p.roles.grid() + (p.loads_block == LoadsBlock::kApart ? kLoadsBlocks : 0);
   const bool early = budget.early && capturing;
   if (!placed) TW_RETURN_IF_FAILED(launched("a dispatch", launch_dispatch(p, grid, early, call.stream)));
   if (send && !rows.exact()) TW_RETURN_IF_FAILED(run_digest(handle, capturing, call.stream));
@@ -251,7 +253,7 @@ Status NvlinkBackend::run_by_expert(const DispatchCall& call, const Budget& budg
   *placed = plan_by_expert(budget, call.rows.map.shape(), facts, &p);
   if (!*placed) return {};
   fill_copy(call, handle, &p.view);
-  const int grid = p.call.roles.grid() + (p.call.loads_block == LoadsBlock::kApart ? 1 : 0);
+  const int grid = p.call.roles.grid() + (p.call.loads_block == LoadsBlock::kApart ? kLoadsBlocks : 0);
   const bool early = budget.early && captures(call.stream);
   return launched("a dispatch by expert", launch_dispatch_by_expert(p, grid, early, call.stream));
 }

@@ -247,8 +247,7 @@ class NvlinkBackend : public Backend {
   Status run_counts(const CountsCall& call, HandleArrays& handle, bool send, bool receive);
   IdsIn ids_of(const HandleArrays& handle, bool copied) const;
   Status choose_for_layout(const LayoutCall& call, const IdsIn& in);
-  // Whether a kernel of its own chooses physical experts.
-  bool chooses() const { return balances() || shape().moves != 0; }
+  // Whether physical experts are chosen by the quotas of a batch.
   bool balances() const { return !context_.maps->empty() && context_.spec->policy == twReplicaBalanced; }
   Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
   bool poll_others(ErrorRecord* record);

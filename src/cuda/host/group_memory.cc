@@ -54,8 +54,8 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const size_t told_at = tables.place(nullptr, sizeof(int32_t) * told * static_cast<size_t>(shape.channels));
   const std::vector<uint32_t> maps = words_of_maps(shape, *context.maps);
   const size_t maps_at = tables.place(maps.data(), sizeof(uint32_t) * maps.size());
-  const bool chosen = context.spec->policy == twReplicaBalanced || context.spec->moves;
-  const bool balances = context.spec->given && chosen && !BalanceParams::fits(shape);
+  const bool by_quotas = context.spec->policy == twReplicaBalanced;
+  const bool balances = context.spec->given && by_quotas && !BalanceParams::fits(shape);
   const size_t balance_at =
       tables.place(nullptr, balances ? sizeof(int32_t) * BalanceParams::scratch_words(shape) * shape.channels : 0);
   const auto lists = static_cast<size_t>(list_words(context.local_experts) * shape.channels);
@@ -69,7 +69,7 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const size_t told_of_at = tables.place(nullptr, sizeof(uint32_t) * rows);
   const size_t marks_at =
       tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(mark_words(shape) * shape.channels));
-  const size_t numbers_at = tables.place(nullptr, sizeof(uint32_t) * static_cast<size_t>(shape.channels));
+  const size_t numbers_at = tables.place(nullptr, sizeof(DispatchNumbers) * static_cast<size_t>(shape.channels));
   const auto moving = static_cast<size_t>(shape.moves);
   const size_t heads_at = tables.place(nullptr, sizeof(uint32_t) * moving * static_cast<size_t>(context.spec->layers));
   const size_t versions_at = tables.place(nullptr, sizeof(uint64_t) * moving * static_cast<size_t>(shape.channels));
@@ -86,7 +86,7 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
     made->loads_.dispatches = reinterpret_cast<long long*>(made->tables_ + dispatches_at);
     made->loads_.clocks = reinterpret_cast<uint32_t*>(made->tables_ + clocks_at);
     made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
-    made->loads_.numbers = reinterpret_cast<uint32_t*>(made->tables_ + numbers_at);
+    made->loads_.numbers = reinterpret_cast<DispatchNumbers*>(made->tables_ + numbers_at);
   }
   made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   if (shape.moves != 0) {

@@ -28,13 +28,15 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
   if (context_.maps->empty()) return in;
   in.map = in.own ? nullptr : memory_->map(handle.map.layer, shape());
   in.digest = in.own ? handle.device.digest : in.map + MapWords::kDigest;
+  in.head = in.own || shape().moves == 0 ? nullptr : view_.loads.moving.heads + handle.map.layer;
   return in;
 }
 
-// Chooses physical experts by quotas where the policy says so, or where the channel's version says by which map: a
-// kernel does that before the ids are used, which from then on are the handle's own.
+// Chooses physical experts by quotas where the policy says so, or before a dispatch where the channel's version says by
+// which map: a kernel does that before the ids are used, which from then on are the handle's own.
 Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
-  if (in->map == nullptr || !chooses()) return {};
+  const bool by_version = in->head != nullptr && phase == twPhaseDispatch;  // counts find the map themselves
+  if (in->map == nullptr || !(balances() || by_version)) return {};
   BalanceParams p{};
   p.group = view_;
   p.handle = view_of(handle, shape());
@@ -44,9 +46,12 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   p.bank = phase == twPhaseDispatch ? at.bank() : bank_of(at);
   p.tokens = handle.routing.tokens;
   p.phase = phase;
-  p.layer = handle.map.layer;
-  p.by_quotas = balances() ? 1 : 0;
-  TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
+  if (balances()) {
+    TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
+  } else {
+    const bool early = budget_.early && captures(stream);
+    TW_RETURN_IF_FAILED(launched("choosing physical experts", launch_choose(p, budget_.view_grid, early, stream)));
+  }
   *in = ids_of(handle, true);
   return {};
 }
@@ -61,7 +66,6 @@ Status NvlinkBackend::choose_for_layout(const LayoutCall& call, const IdsIn& in)
   p.in = in;
   p.channel = p.bank = -1;
   p.tokens = call.tokens;
-  p.by_quotas = 1;
   void* scratch = nullptr;
   if (!BalanceParams::fits(shape())) {
     TW_CUDA(cudaMallocAsync(&scratch, sizeof(int32_t) * BalanceParams::scratch_words(shape()), stream));

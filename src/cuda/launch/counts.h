@@ -46,8 +46,6 @@ struct BalanceParams {
   int32_t bank;  // the bank of the step that follows; -1: it takes any
   int32_t tokens;
   twPhase_t phase;
-  int32_t layer;
-  int32_t by_quotas;  // 1: as twReplicaBalanced; 0: as the map's other policies
 
   static uint32_t scratch_words(const Shape& shape) {
     return static_cast<uint32_t>(shape.logical_experts + shape.ranks + shape.experts);
@@ -68,6 +66,8 @@ struct LayoutParams {
 // All return a cudaError_t as int, so that the host side needs no CUDA header.
 int launch_counts(const CountsParams& params, int grid, void* stream);
 int launch_balance(const BalanceParams& params, void* stream);
+// The same by a map that moves, without quotas. `early`: see launch.h.
+int launch_choose(const BalanceParams& params, int most_blocks, bool early, void* stream);
 int launch_layout(const LayoutParams& params, int grid, void* stream);
 
 }  // namespace tw::cuda

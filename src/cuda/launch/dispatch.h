@@ -53,6 +53,7 @@ struct DispatchParams {
   GroupView group;
   HandleView handle;
   IdsIn in;
+  IdsIn routed;  // what load statistics count: the caller's ids; the handle's own: these are counted
   PayloadIn payloads[kMaxPayloads];
   Shown shown;
   int32_t channel;

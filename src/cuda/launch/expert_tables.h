@@ -43,6 +43,7 @@ struct IdsIn {
   int32_t limit;           // valid ids are below this
   const uint32_t* map;     // MapWords: ids are logical experts and become physical ones. NULL: they are physical
   const uint32_t* digest;  // the digest of that map, or of the map from which own ids were made; NULL: there are none
+  const uint32_t* head;    // MapHead: which of two maps, of which `map` is the first, is the later; NULL: there is one
 };
 
 // Maps that move (exchange/epochs.h), in a group that has them. A layer then has two maps, one behind the other.
@@ -53,6 +54,12 @@ struct MovingView {
   const uint32_t* ready;     // ready_word, which changes when the host likes
 };
 
+// The number of a channel's last dispatch, refused ones too: of which this rank has told, and in which it has taken
+// what all had told of the one before.
+struct DispatchNumbers {
+  uint32_t told;
+  uint32_t taken;
+};
 // Load statistics of a group that counts: averages [channels, layers, E], and [channels, layers] dispatches and clocks
 // (CountedCall). Each is kept twice: here, and (`_there`) in memory that the host maps and reads when it likes.
 struct LoadsView {
@@ -62,15 +69,16 @@ struct LoadsView {
   long long* dispatches_there;
   uint32_t* clocks;
   uint32_t* clocks_there;
-  uint32_t* numbers;  // [channels] the number of the last dispatch of this group that ended, refused ones too
-  uint32_t* told_of;  // [layers] dispatches of which this rank has told its counts, on whatever channel
+  DispatchNumbers* numbers;  // [channels]
+  uint32_t* told_of;         // [layers] dispatches of which this rank has told its counts, on whatever channel
   int32_t layers;
   float decay;
   MovingView moving;
 };
 
-// Which block of a dispatch gathers load statistics: none, an additional one, or, where there is no room for that, the
-// last.
+// Which blocks of a dispatch gather load statistics: none, kLoadsBlocks additional ones, or, where there is no room for
+// these, the last.
+inline constexpr int kLoadsBlocks = 2;
 enum class LoadsBlock : int32_t { kNone, kApart, kLast };
 
 }  // namespace tw::cuda

@@ -23,8 +23,9 @@ void limit_blocks(int sm_limit, Budget* budget) {
   const int blocks = blocks_under(b, sm_limit);
   b.max_grid = blocks;
   if (b.loads_block != LoadsBlock::kNone) {
-    b.loads_block = blocks > 1 ? LoadsBlock::kApart : LoadsBlock::kLast;
-    b.max_grid = std::max(1, blocks - 1);  // a block of each dispatch gathers load statistics
+    const bool apart = blocks > kLoadsBlocks;  // blocks of each dispatch gather load statistics
+    b.loads_block = apart ? LoadsBlock::kApart : LoadsBlock::kLast;
+    if (apart) b.max_grid = blocks - kLoadsBlocks;
   }
   // A view that comes early holds SMs while the dispatch before it waits for peers, which an sm_limit leaves to
   // somebody else.

@@ -27,7 +27,7 @@ struct Budget {
   int device_sms = 1;
   int room = 1;       // blocks of a kernel that waits for which the device has room beside those of all other channels
                       // and ranks (S8)
-  int max_grid = 1;   // blocks of a kernel that waits: at most `room`, less the block for load statistics
+  int max_grid = 1;   // blocks of a kernel that waits: at most `room`, less the blocks for load statistics
   int view_grid = 1;  // blocks of a kernel that waits for nobody
   // Packet bound: most tokens of a rank that go all as packets; 0: none do. In a group of both modes each call has less
   // if its rows do (Shape::packet_tokens).
