@@ -297,6 +297,71 @@ def test_the_log(world, caplog) -> None:
     assert not said or any("experts move" in line for line in said)
 
 
+def plans_from_elsewhere(ranks: int) -> list[np.ndarray]:
+    """[layers, slots in use] each: as DeepSeek's function gives them, and one with all experts elsewhere."""
+    loads = balance.lognormal(LAYERS, EXPERTS, 0.9, seed=3)
+    places = ranks * (-(-EXPERTS // ranks) + 1)
+    made, _, _ = balance.rebalance_experts(loads, places, 1, 1, ranks)
+    return [made, made[::-1], np.roll(made, places // 2, axis=1)]
+
+
+def followed(env: Any) -> Any:
+    """Gives the maps after each plan, what was counted, and what was refused."""
+    ranks = env.comm.nranks
+    placement, made = make(env, -(-EXPERTS // ranks) + 2)
+    found: list[Any] = []
+    plans = plans_from_elsewhere(ranks)
+    with env.context(), tw.Group(env.comm, **made, expert_map=placement) as group:
+        weights = balance.Weights(group, WEIGHTS)
+        fill(env, group, weights)
+        with balance.Balancer(group, weights, every=None) as balancer:
+            found.append(balancer.slot_maps())
+            for turn, plan in enumerate(plans):
+                balancer.follow(plans[0])  # which none has been told yet: the next one takes its place
+                balancer.follow(plan)
+                for step in range(turn * 72, turn * 72 + 72):
+                    for layer in range(LAYERS):
+                        layer_of(env, group, weights, step, layer)
+                    await_threads(balancer)
+                    balancer.step()
+                assert balancer.idle
+                found.append(balancer.slot_maps())
+            missing = np.where(plan == 3, 4, plan)
+            lacking = [harness.caught(balancer.follow, each) for each in (plan[:, 1:], plan - 1, missing, plan * 0.5)]
+            return found, balancer.statistics, lacking
+
+
+def test_plans_from_elsewhere(world) -> None:
+    """Ranks come to have what rank 0 was given, without a plan of their own, and results stay what they are."""
+    size = min(3, world.most)
+    ranks = world(size).run(followed)
+    plans = [first_map(size, -(-EXPERTS // size) + 2).tolist()] * LAYERS
+    wanted = [np.array([[e for e in row if e >= 0] for row in plans]), *plans_from_elsewhere(size)]
+    for maps, statistics, _ in ranks:
+        assert statistics.plans == 3 and statistics.voids == 0
+        for want, (placed, slots, counts) in zip(wanted, maps, strict=True):
+            by_rank = (np.sort(each.reshape(LAYERS, size, -1)) for each in (placed, want))
+            np.testing.assert_array_equal(*by_rank)
+            for layer in range(LAYERS):
+                for expert in range(EXPERTS):
+                    held = np.flatnonzero(placed[layer] == expert).tolist()
+                    assert slots[layer, expert, : counts[layer, expert]].tolist() == held
+                    assert (slots[layer, expert, counts[layer, expert] :] == -1).all()
+    first, *others = [refusals for _, _, refusals in ranks]
+    for outcome, pattern in zip(
+        first,
+        (
+            r"physical_to_logical has shape \[2, \d+\]; it must be \[layers, slots in use of all ranks\], \[2, \d+\]",
+            r"physical_to_logical\[\d, \d+\] is -1; it must be from 0 to 7",
+            r"physical_to_logical\[0\] has no slot for expert 3; it must have one for each",
+            "physical_to_logical has dtype float64; it must hold 32-bit integers",
+        ),
+        strict=True,
+    ):
+        harness.said(outcome, "twInvalidArgument", pattern)
+    assert all(outcome == ("twSuccess", "", None) for refusals in others for outcome in refusals), others
+
+
 def refused(env: Any) -> list[Any]:
     placement, made = make(env, -(-EXPERTS // env.comm.nranks) + 2)
     found = []

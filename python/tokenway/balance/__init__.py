@@ -12,6 +12,7 @@ docs/BALANCING.md is the guide. Nothing here needs PyTorch; its tensors are take
 
 from tokenway.balance.balancer import Balancer, Statistics
 from tokenway.balance.forecast import Forecast
+from tokenway.balance.given import SlotMaps, slot_maps
 from tokenway.balance.planner import (
     Plan,
     contiguous,
@@ -32,6 +33,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Recording",
+    "SlotMaps",
     "Statistics",
     "Weights",
     "contiguous",
@@ -50,6 +52,7 @@ __all__ = [
     "rows_between_nodes",
     "sample",
     "sampled_imbalance",
+    "slot_maps",
     "weight_bytes",
     "zipf",
 ]

@@ -14,6 +14,7 @@ import numpy as np
 
 from tokenway.balance import planner, rounds
 from tokenway.balance.copies import copies_of
+from tokenway.balance.given import SlotMaps, checked_plan, slot_maps
 from tokenway.balance.weights import Weights
 from tokenway.errors import InvalidArgument, InvalidUsage, TokenwayError
 from tokenway.group import Group
@@ -57,13 +58,15 @@ class Balancer:
 
     `step` is called once in each step of the model, by all ranks, on the thread and stream that use the group; it never
     waits for a rank or a device. Every `every` of them rank 0 plans in a thread, by the group's loads; the others read
-    its plan. Each rank then copies the experts that it gets into spare slots, at most `step_bytes` in a step, and says
-    so; each lane of the group goes by the new map from the same dispatch on, on all ranks.
+    its plan. `follow` has it tell them another planner's. Each rank then copies the experts that it gets into spare
+    slots, at most `step_bytes` in a step, and says so; each lane of the group goes by the new map from the same
+    dispatch on, on all ranks.
 
     group: of `Placement(..., moves=True)`, whose maps leave the same number of slots of each rank empty (-1), at least
-    one: those are spare. weights: `Weights` of that group, filled with what the maps say. writes: most slots of a layer
-    that a plan changes (default: one of each rank). gain: a layer stays as it is unless its imbalance falls by so much.
-    nodes, groups, node_tolerance: as `balance.plan`. paused: no plan is made; a plan under way ends.
+    one: those are spare. weights: `Weights` of that group, filled with what the maps say. every: None for no plans but
+    those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank). gain: a
+    layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as `balance.plan`.
+    paused: no plan is made; a plan under way ends, and `follow` goes on.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Balancer:
         group: Group,
         weights: Weights,
         *,
-        every: int = 64,
+        every: int | None = 64,
         writes: int | None = None,
         gain: float = 0.02,
         step_bytes: int = 64 << 20,
@@ -81,6 +84,8 @@ class Balancer:
         paused: bool = False,
     ):
         for name, value in (("every", every), ("step_bytes", step_bytes)):
+            if name == "every" and value is None:
+                continue
             if not isinstance(value, int) or value < 1:
                 raise InvalidArgument.of(name, f"is {value!r}; it must be an integer, at least 1")
         if not gain >= 0:
@@ -103,9 +108,11 @@ class Balancer:
         self._staged = begun.staged  # the last epoch that is staged: others than this balancer stage none
         self._told = 0  # rank 0: the last plan that it has told, by the epoch that it begins with
         self._began = 0
-        self._next = every
+        self._next = every or 0
+        self._given: Array | None = None  # rank 0: what `follow` was given, until it is looked at
         self.statistics = Statistics()
-        self._find(np.ones((group.layers, group.experts)), self._tables)  # refuses what the planner would, on all ranks
+        if every is not None:  # refuses what the planner would, on all ranks
+            self._find(np.ones((group.layers, group.experts)), self._tables)
 
     def step(self, streams: Iterable[Any] = ()) -> None:
         """Takes over what has happened since, and goes on with it. streams: those of CUDA, beside the current one, on
@@ -118,6 +125,25 @@ class Balancer:
         self._copy()
         if self.group.rank == PLANNER and self.idle:
             self._plan_anew()
+
+    def follow(self, physical_to_logical: Any) -> None:
+        """Has all ranks take over a plan from elsewhere: DeepSeek's, a framework's, or a `Plan`. On rank 0, on the
+        thread of `step`; calls of other ranks do nothing, and do not look at it.
+
+        physical_to_logical: integers [layers, P], as `slot_maps` has them: the expert in each slot in use, those of
+        rank 0 first, equally many of each. Each rank gets the experts that it has there, in slots that the balancer
+        chooses. `step` tells the others as soon as they have done the plan before, in place of one that this rank makes
+        meanwhile; a plan that was given and not told yet gives its place to the next. `gain` and `writes` do not bound
+        it. Errors: InvalidArgument where the shape is another or an expert is missing; nothing has changed then.
+        """
+        if self.group.rank == PLANNER:
+            places = self.group.nranks * self._slots
+            self._given = checked_plan(physical_to_logical, self.group.layers, self.group.experts, places)
+            self._planning = None  # whatever comes of it
+
+    def slot_maps(self) -> SlotMaps:
+        """Where experts are, as far as all lanes of this rank have it, in the format of DeepSeek's balancer."""
+        return slot_maps(self._used(self._tables), self.group.experts)
 
     @property
     def idle(self) -> bool:
@@ -209,8 +235,7 @@ class Balancer:
         if self._told == number:
             return
         if self._planning is None:
-            if not self.paused and self.statistics.steps >= self._next and (loads := self.group.loads).any():
-                self._planning = self._thread.submit(self._find, loads, self._tables.copy())
+            self._planning = self._begin_plan()
             return
         if not self._planning.done():
             return
@@ -223,20 +248,43 @@ class Balancer:
         except TokenwayError as error:
             LOG.warning("there is no plan: %s", error)
         self._planning = None
-        self._next = self.statistics.steps + self._every
+        self._next = self.statistics.steps + (self._every or 0)
+
+    def _begin_plan(self) -> Future[Any] | None:
+        """In the thread: what was given, else a plan of this rank's own if it is time for one."""
+        if self._given is not None:
+            wanted, self._given = self._given, None
+            return self._thread.submit(self._look_at, wanted, self.group.loads, self._tables.copy())
+        if self.paused or self._every is None or self.statistics.steps < self._next:
+            return None
+        loads = self.group.loads
+        return self._thread.submit(self._find, loads, self._tables.copy()) if loads.any() else None
+
+    def _look_at(self, wanted: Array, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
+        """As `_find`, of maps that were given."""
+        before, after = (self._imbalance(loads, maps) for maps in (self._used(tables), wanted))
+        found = float(before.mean()), float(after.mean())
+        return (wanted if any(self._epochs(tables, wanted)) else None), found
 
     def _find(self, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
         """(maps [layers, slots in use], None where nothing is gained; the imbalance before and after)."""
-        ranks, slots = self.group.nranks, self._slots
-        now = np.stack([rounds.used_map(table, self.weights.rank_of_slot, ranks) for table in tables])
-        size = {"ranks": ranks, "slots": slots}
+        now = self._used(tables)
+        size = {"ranks": self.group.nranks, "slots": self._slots}
         made = planner.plan(loads, **size, old=now, writes=self._writes, **self._asked)
-        before = planner.imbalance(planner.rank_loads(loads, now, **size))
+        before = self._imbalance(loads, now)
         better = before - made.imbalance > self._gain
         wanted = np.where(better[:, None], made.physical_to_logical, now)
         after = np.where(better, made.imbalance, before)
         found = float(before.mean()), float(after.mean())
         return (wanted if any(self._epochs(tables, wanted)) else None), found
+
+    def _used(self, tables: Array) -> Array:
+        """[layers, slots in use]: maps without spare slots, as the planner has them."""
+        return np.stack([rounds.used_map(table, self.weights.rank_of_slot, self.group.nranks) for table in tables])
+
+    def _imbalance(self, loads: Array, used: Array) -> Array:
+        """[layers]"""
+        return planner.imbalance(planner.rank_loads(loads, used, ranks=self.group.nranks, slots=self._slots))
 
     def _epochs(self, tables: Array, wanted: Array) -> list[list[rounds.Epoch]]:
         """Of each layer."""
