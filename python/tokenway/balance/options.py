@@ -15,8 +15,8 @@ DESCRIPTION = (
     "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per "
     "layer the imbalance (how much the hottest rank carries above the mean) before, after, and what no plan is below. "
     "Loads come from a recorded routing (.npz of ids), from counts (.json of logical_count[layer][expert]), or are "
-    "made up. With --online the plan is played against the windows that follow the one it was made from: by planners that "
-    "take no time, and step by step through the balancer that moves experts while a model runs."
+    "made up. With --online the plan is played against the windows that follow the one it was made from: by planners "
+    "that take no time, and step by step through the balancer that moves experts while a model runs."
 )
 SHAPES = ("lognormal", "zipf", "dirichlet", "drifting", "domains")
 
