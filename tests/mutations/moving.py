@@ -308,7 +308,7 @@ MOVING_MUTATIONS = (
         "a copy is looked at in the step that begins it",
         "a group does what was played",
         PLAYED,
-        DOES,
+        "test_a_copy_is_over_a_step_later_at_the_soonest",
         (Edit(BALANCER, "(not begun and not each.pieces and self", "(not each.pieces and self"),),
     ),
     Mutation(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tokenway import balance
+from tokenway.balance import world
 from tokenway.bench import balancing
 from tokenway.errors import InvalidArgument
 
@@ -72,6 +73,14 @@ def test_a_delay_costs() -> None:
     scored = balance.replay(WINDOWS, ranks=RANKS, slots=SLOTS, policy="update", writes=8).imbalance[1:].mean()
     static = balance.replay(WINDOWS, ranks=RANKS, slots=SLOTS, policy="static").imbalance[1:].mean()
     assert scored < means[0] < static
+
+
+def test_a_copy_is_over_a_step_later_at_the_soonest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast it is: else it would be up to luck in which step a rank tells of an epoch."""
+    usual = play()
+    monkeypatch.setattr(world.PlayedBeside, "ended", lambda self, epoch: True)
+    at_once = play()
+    assert at_once.delays == usual.delays and (at_once.imbalance == usual.imbalance).all()
 
 
 def test_bytes_are_spent_as_allowed() -> None:
