@@ -122,6 +122,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "compat"}
 NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("decoder", "gpu_case", "layer_case", "mixings", "returns")}
+NEEDS_TORCH |= {f"tokenway.bench.{name}" for name in ("moving", "moving_case")}
 NEEDS_TORCH |= {
     f"tokenway.bench.framework_{name}"
     for name in ("deep_ep", "engine", "exchange", "megatron", "place", "scatter", "vllm", "ways")

@@ -24,9 +24,9 @@
 #define TOKENWAY_MOVING_H_
 
 // Gives the next map of a layer, and for twReplicaShares its shares; [P] each, slot_shares NULL: alike. *epoch is its
-// number. Sends nothing. On the CUDA backend it waits for a copy to the device, on a stream that has nothing else.
-// Errors: twInvalidArgument; twInvalidUsage for a group without config.placement->moves, while the layer's epoch before
-// is open on a lane of this rank, or while 15 epochs are; and the sticky ones.
+// number. Sends nothing, and waits for nothing: on the CUDA backend the map goes to the device on a stream of the
+// group. Errors: twInvalidArgument; twInvalidUsage for a group without config.placement->moves, while the layer's epoch
+// before is open on a lane of this rank, or while 15 epochs are; and the sticky ones.
 TW_API twResult_t twGroupStageMap(twGroup_t group, int32_t layer, const int32_t* slot_expert, const float* slot_shares,
                                   uint32_t* epoch);
 

@@ -89,8 +89,7 @@ twResult_t twGroupReady(twGroup_t group, uint32_t epoch, int32_t failed) {
       return fail(twInvalidArgument, "{} is {}; it must be {}, the next that is staged", Argument("epoch"),
                   Value(static_cast<int64_t>(epoch)), next);
     }
-    group->backend->tell_ready(moving.make_ready(epoch, failed != 0));
-    return {};
+    return group->backend->tell_ready(moving.make_ready(epoch, failed != 0));
   });
 }
 

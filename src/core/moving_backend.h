@@ -19,8 +19,9 @@ class MovingBackend {
   virtual Status stage_map(int32_t /*layer*/, uint32_t /*epoch*/, const ExpertMap& /*map*/) { return {}; }
   // The layer's epoch is decided on all lanes; `used`: its map is the one in force.
   virtual Status close_map(int32_t /*layer*/, bool /*used*/) { return {}; }
-  // Sets what this rank tells in each dispatch from now on (exchange/epochs.h, ready_word).
-  virtual void tell_ready(uint32_t /*word*/) {}
+  // Sets what this rank tells in each dispatch from now on, or from a later one (exchange/epochs.h, ready_word): not
+  // before maps that were staged until now are there.
+  virtual Status tell_ready(uint32_t /*word*/) { return {}; }
   // Gives a channel's version: for its next dispatch, as far as the host knows.
   virtual MapVersion version(int32_t /*channel*/) { return {}; }
 

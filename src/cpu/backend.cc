@@ -225,7 +225,7 @@ class CpuBackend : public Backend {
   std::shared_ptr<void> keep_window() override { return transport_.window(); }
 
   void read_loads(float* loads, int64_t* dispatches) override { loads_.read(loads, dispatches); }
-  void tell_ready(uint32_t word) override { loads_.tell_ready(word); }
+  Status tell_ready(uint32_t word) override { return loads_.tell_ready(word); }
   MapVersion version(int32_t channel) override { return loads_.version(channel); }
 
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override {

@@ -48,7 +48,7 @@ class Loads {
     for (int rank = 0; rank < shape().ranks; ++rank) transport.put(rank, place(call.at, context_.me), told, bytes());
   }
 
-  void tell_ready(uint32_t word) { ready_ = word; }
+  Status tell_ready(uint32_t word) { return ready_ = word, Status(); }
   MapVersion version(int32_t channel) const { return moves() ? versions_[channel] : MapVersion{}; }
 
   // Takes what all ranks have told of a dispatch that went well. The notes have said that all ranks count, or none

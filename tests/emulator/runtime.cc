@@ -124,6 +124,33 @@ struct Memory {
   int kinds;  // CUmemAllocationHandleType: by what it may be exported
 };
 
+// Memory of the host that is pinned: copies out of it read it when they are made.
+class Pinned {
+ public:
+  void add(void* at, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    blocks_[static_cast<std::byte*>(at)] = bytes;
+  }
+  void remove(void* at) {
+    const std::lock_guard lock(mutex_);
+    blocks_.erase(static_cast<std::byte*>(at));
+  }
+  bool holds(const void* at) {
+    const std::lock_guard lock(mutex_);
+    const auto after = blocks_.upper_bound(static_cast<const std::byte*>(at));
+    if (after == blocks_.begin()) return false;
+    return at < std::prev(after)->first + std::prev(after)->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const std::byte*, size_t> blocks_;
+};
+Pinned& pinned() {
+  static auto* const made = new Pinned;
+  return *made;
+}
+
 thread_local cudaError_t t_last = cudaSuccess;
 cudaError_t say(cudaError_t error) {
   if (error != cudaSuccess) t_last = error;
@@ -428,15 +455,20 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     find(stream).add([=] { std::memcpy(to, from, bytes); });
     return cudaSuccess;
   }
+  if (pinned().holds(from)) {  // is read when the copy is made, as by a device
+    find(stream).add([=] { std::memcpy(to, from, bytes); });
+    return cudaSuccess;
+  }
   const auto* const begin = static_cast<const std::byte*>(from);
   find(stream).add([=, copy = std::vector(begin, begin + bytes)] { std::memcpy(to, copy.data(), bytes); });
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {
   *at = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-  return *at == nullptr ? say(cudaErrorMemoryAllocation) : cudaSuccess;
+  if (*at == nullptr) return say(cudaErrorMemoryAllocation);
+  return pinned().add(*at, bytes), cudaSuccess;
 }
-cudaError_t cudaFreeHost(void* at) { return std::free(at), cudaSuccess; }
+cudaError_t cudaFreeHost(void* at) { return pinned().remove(at), std::free(at), cudaSuccess; }
 cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 cudaError_t cudaHostGetDevicePointer(void** on_device, void* on_host, unsigned) {

@@ -139,6 +139,13 @@ class Cuda:
 
         torch.cuda.current_stream().synchronize()
 
+    @staticmethod
+    def arrive(comm: tw.Comm) -> None:
+        """Until all that a rank's device was given is done, on whatever stream."""
+        import torch
+
+        torch.cuda.synchronize(comm.device)
+
     @classmethod
     def array(cls, tensor: Any) -> np.ndarray:
         """A copy as a NumPy array; waits for the thread's stream, and only then copies: a copy that is queued behind a

@@ -83,6 +83,14 @@ class Emulated(Cuda):
     def wait() -> None:
         """Calls have waited."""
 
+    @staticmethod
+    def arrive(comm: tw.Comm) -> None:
+        before = ctypes.c_int()
+        _native.lib.cudaGetDevice(ctypes.byref(before))
+        _native.lib.cudaSetDevice(comm.device)
+        _native.lib.cudaDeviceSynchronize()
+        _native.lib.cudaSetDevice(before)
+
     @classmethod
     def empty(cls, nbytes: int) -> Any:
         import torch

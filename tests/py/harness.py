@@ -77,6 +77,10 @@ class Cpu:
         return tw.local_comms(nranks, timeout=COMM_TIMEOUT)
 
     @staticmethod
+    def arrive(comm: tw.Comm) -> None:
+        """Until all that a rank's device was given is done, on whatever stream."""
+
+    @staticmethod
     def tensor(array: np.ndarray) -> Any:
         """The backend's tensor of an array: the same strides."""
         return array

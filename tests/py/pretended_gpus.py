@@ -50,6 +50,34 @@ class PretendStream:
         pass
 
 
+class PretendEvent:
+    """One that has come when it is recorded, a moment behind any before it."""
+
+    def __init__(self, **kind: bool):
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter() * 1e3
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: PretendEvent) -> float:
+        return other._at - self._at + 1e-3
+
+
+def pretend_cuda(torch) -> None:
+    """Gives this process what runs of layers call of torch.cuda. For ranks that are processes of their own."""
+    for name, stand_in in {
+        "Stream": PretendStream,
+        "current_stream": PretendStream,
+        "Event": PretendEvent,
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        setattr(torch.cuda, name, stand_in)
+
+
 class PretendReplay:
     """Makes the calls of a graph each time: collective, so not while it is made."""
 

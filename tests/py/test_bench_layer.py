@@ -195,28 +195,14 @@ def test_timeline(tmp_path: Any) -> None:
 
 def whole_run(env: Any, options: dict[str, Any]) -> dict[str, Any]:
     """A run on this rank, with PyTorch's CUDA calls on the CPU."""
-    import time
     from contextlib import nullcontext
 
     import torch
-    from pretended_gpus import PretendReplay, PretendStream
+    from pretended_gpus import PretendReplay, pretend_cuda
 
     from tokenway.bench import gloo, gpu_machine, graphs, layer, layer_case, profiles, runner
     from tokenway.bench.nvlink_options import Nvlink
     from tokenway.bench.settings import Settings
-
-    class Event:
-        def __init__(self, **kind: bool):
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = time.perf_counter() * 1e3
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, other: Any) -> float:
-            return other.at - self.at + 1e-3
 
     join, slept = gloo.Process, []
     runner.connect = lambda: nullcontext(env.comm)
@@ -225,15 +211,8 @@ def whole_run(env: Any, options: dict[str, Any]) -> dict[str, Any]:
     layer.Replay = graphs.Replay = PretendReplay
     gpu_machine.results = lambda ranks: {}
     layer_case.LayerCase.capturable = lambda self: None
-    for name, stand_in in {
-        "Stream": PretendStream,
-        "current_stream": PretendStream,
-        "Event": Event,
-        "stream": lambda stream: nullcontext(),
-        "synchronize": lambda: None,
-        "_sleep": slept.append,
-    }.items():
-        setattr(torch.cuda, name, stand_in)
+    pretend_cuda(torch)
+    torch.cuda._sleep = slept.append
     profiles.PROFILES[SMALL.name] = SMALL
     settings = Settings(
         ranks=env.comm.nranks,

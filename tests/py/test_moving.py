@@ -70,8 +70,8 @@ class Told:
     maps: Any = None
 
 
-def progress(group: tw.Group, plan: Plan, rank: int, rng: np.random.Generator, told: Told, hurry: bool) -> None:
-    """Stages and makes ready what it may, or, if it does not hurry, some of it."""
+def progress(env: Any, group: tw.Group, plan: Plan, rng: np.random.Generator, told: Told, hurry: bool) -> None:
+    """Stages and makes ready what it may, or, if it does not hurry, some of it; the next dispatch tells it."""
     epochs = group.moving.epochs()
     while epochs.staged < len(plan.epochs) and (hurry or rng.integers(8) < plan.eager):
         layer, table = plan.epochs[epochs.staged]
@@ -83,8 +83,9 @@ def progress(group: tw.Group, plan: Plan, rank: int, rng: np.random.Generator, t
             break
         epochs = group.moving.epochs()
     while epochs.ready < epochs.staged and (hurry or rng.integers(8) < plan.eager):
-        group.moving.ready(epochs.ready + 1, failed=(rank, epochs.ready + 1) in plan.fails)
+        group.moving.ready(epochs.ready + 1, failed=(env.rank, epochs.ready + 1) in plan.fails)
         epochs = group.moving.epochs()
+    env.backend.arrive(env.comm)  # a device is told by copies, which no dispatch waits for
 
 
 def play(env: Any, plan: Plan) -> Told:
@@ -96,11 +97,11 @@ def play(env: Any, plan: Plan) -> Told:
     told = Told()
     with env.context(), tw.Group(env.comm, **made) as group:
         for i in range(plan.dispatches):
-            progress(group, plan, env.rank, rng, told, hurry=False)
+            progress(env, group, plan, rng, told, hurry=False)
             told.seen.append(pair(env, group, plan, i))
         # What is still open comes to its end: each lane has dispatches until it has all epochs.
         for i in range(plan.dispatches, plan.dispatches + 4 * (len(plan.epochs) + 1) * setup.lanes):
-            progress(group, plan, env.rank, rng, told, hurry=True)
+            progress(env, group, plan, rng, told, hurry=True)
             told.seen.append(pair(env, group, plan, i))
         told.final = group.moving.epochs()
         told.maps = [group.expert_of_slot(layer) for layer in range(plan.layers)]

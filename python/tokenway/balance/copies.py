@@ -152,7 +152,9 @@ class DeviceCopies(Thinking):
         self._wrote: Any = None
 
     def begin(self, epoch: int, piece: Piece) -> None:
-        """Begins a copy that an epoch needs."""
+        """Begins a copy that an epoch needs, behind what the current stream has now: a host that is ahead of the device
+        would else spend what several steps may copy in one."""
+        self._stream.wait_event(self._torch.cuda.current_stream(self._device).record_event())
         self._weights.pull(piece, self._stream.cuda_stream)
         self._last[epoch] = self._stream.record_event()
 

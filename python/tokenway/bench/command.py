@@ -39,6 +39,10 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         from tokenway.bench import returns
 
         return returns.measure
+    if settings.moving is not None:
+        from tokenway.bench import moving
+
+        return moving.measure
     if settings.nvlink is not None:
         return nvlink.measure
     return cpu.measure if settings.portable is None else portable.measure
@@ -63,7 +67,7 @@ def record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
     told = asdict(settings)
     for name in ("json", "plot", "timeline", "launched"):
         del told[name]  # where it was written is nobody's business
-    for name in ("nvlink", "portable", "frameworks"):
+    for name in ("nvlink", "portable", "frameworks", "moving"):
         if told[name] is None:
             del told[name]
     told["routings"] = [short_routing(name) for name in settings.routings]

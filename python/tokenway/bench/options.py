@@ -13,6 +13,7 @@ from tokenway.bench import (
     baselines,
     collective_baselines,
     framework_options,
+    moving_options,
     nccl,
     nvlink_options,
     portable_options,
@@ -29,7 +30,7 @@ from tokenway.usage import UsageError, listed, number, one_of
 
 BACKENDS = ("cpu", "nvlink", "torch")
 MAX_TOKENS = 1 << 20
-KINDS = (alternatives, framework_options, nvlink_options, portable_options)
+KINDS = (alternatives, framework_options, moving_options, nvlink_options, portable_options)
 # (option, another that does not go with it, why)
 APART = (
     ("--backward", "--dtype fp8", "gradients return as bfloat16, in a group of their own"),
@@ -92,11 +93,12 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     gpu = nvlink_options.from_arguments(args)
     apart = portable_options.from_arguments(args)
     integrations = framework_options.from_arguments(args)
+    moving = moving_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
     both_modes = args.mode == "auto" and not args.layer
     # Ways are measured beside each other.
-    beside = (apart is not None or both_modes or args.returns) and not args.baselines
+    beside = (apart is not None or both_modes or args.returns or args.moving) and not args.baselines
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed or integrations is not None else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -129,6 +131,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         nvlink=gpu,
         portable=apart,
         frameworks=integrations,
+        moving=moving,
     )
     _check_together(settings)
     if settings.layer:
@@ -141,6 +144,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         portable_options.check(settings)
     if integrations is not None:
         framework_options.check(settings)
+    if moving is not None:
+        moving_options.check(settings)
     return settings
 
 
@@ -150,6 +155,8 @@ def _tokens(args: argparse.Namespace, gpu: Nvlink | None) -> tuple[int, ...]:
         return (8,) if args.quick else (128,)
     if args.quick:
         return (1, 8, 32)
+    if args.moving:
+        return moving_options.TOKENS
     if args.frameworks is not None and gpu is not None:
         return framework_options.TOKENS
     return Settings.tokens if gpu is None else nvlink_options.TOKENS
@@ -193,6 +200,7 @@ def _check_together(settings: Settings) -> None:
         "--frameworks": settings.frameworks is not None,
         "--layer": settings.layer,
         "--mode auto": settings.both_modes,
+        "--moving": settings.moving is not None,
         "--overhead": settings.overhead,
         "--plot": settings.plot,
         "--returns": settings.returns,

@@ -27,6 +27,7 @@ from tokenway.bench.tables import (
     frameworks,
     layer,
     modes,
+    moving,
     nvlink,
     overhead,
     placement,
@@ -61,6 +62,7 @@ PARTS = {
     "returns": Kind(returns.tables),
     "layers": Kind(layer.tables, layer.notes),
     "frameworks": Kind(frameworks.tables, frameworks.notes),
+    "moving": Kind(moving.tables, moving.notes),
 }
 BACKENDS = {
     "cpu": Kind(cpu.tables),

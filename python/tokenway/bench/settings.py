@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenway.bench.case import Case
 from tokenway.bench.framework_options import Frameworks
+from tokenway.bench.moving_options import Moving
 from tokenway.bench.nvlink_options import Nvlink
 from tokenway.bench.portable_options import Portable
 from tokenway.bench.profiles import PROFILES
@@ -47,6 +48,7 @@ class Settings:
     nvlink: Nvlink | None = None  # None: the CPU backend
     portable: Portable | None = None  # likewise
     frameworks: Frameworks | None = None  # integrations beside frameworks, instead of dispatch and combine
+    moving: Moving | None = None  # steps while experts move, instead of dispatch and combine
 
     def cases(self) -> list[Case]:
         """The rows of the run, in order."""

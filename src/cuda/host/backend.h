@@ -128,13 +128,16 @@ class NvlinkBackend : public Backend {
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;
   Status stage_map(int32_t layer, uint32_t epoch, const ExpertMap& map) override {
     const OnDevice on(device_);
-    return memory_->stage_map(layer, epoch, shape(), map);
+    return memory_->moving().stage(layer, epoch, shape(), map);
   }
   Status close_map(int32_t layer, bool used) override {
     const OnDevice on(device_);
-    return memory_->close_map(layer, used);
+    return memory_->moving().close(layer, used);
   }
-  void tell_ready(uint32_t word) override { memory_->tell_ready(word); }
+  Status tell_ready(uint32_t word) override {
+    const OnDevice on(device_);
+    return memory_->moving().tell(word);
+  }
   MapVersion version(int32_t channel) override { return memory_->version(channel); }
   bool poll(ErrorRecord* record) override;
 

@@ -17,20 +17,6 @@ namespace tw::cuda {
 
 namespace {
 
-std::vector<uint32_t> words_of_map(const Shape& shape, const ExpertMap& map) {
-  const Replicas replicas = map.view();
-  std::vector<uint32_t> words(MapWords::all(shape), 0);
-  words[MapWords::kDigest] = map.digest();
-  words[MapWords::kSeveral] = static_cast<uint32_t>(replicas.several_count);
-  uint32_t* const first = words.data() + MapWords::kFirst;
-  const int32_t chosen = replicas.first[shape.choices()];
-  std::copy_n(replicas.first, shape.choices() + 1, first);
-  std::copy_n(replicas.slots, chosen, first + MapWords::slots(shape));
-  if (replicas.lower != nullptr) std::copy_n(replicas.lower, chosen, first + MapWords::lower(shape));
-  std::copy_n(replicas.several, replicas.several_count, first + MapWords::several(shape));
-  return words;
-}
-
 std::vector<uint32_t> words_of_maps(const Shape& shape, const std::vector<ExpertMap>& maps) {
   std::vector<uint32_t> all;
   for (const ExpertMap& map : maps) {
@@ -87,6 +73,7 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
   const auto moving = static_cast<size_t>(shape.moves);
   const size_t heads_at = tables.place(nullptr, sizeof(uint32_t) * moving * static_cast<size_t>(context.spec->layers));
   const size_t versions_at = tables.place(nullptr, sizeof(uint64_t) * moving * static_cast<size_t>(shape.channels));
+  const size_t ready_at = tables.place(nullptr, sizeof(uint32_t) * moving);
   TW_CUDA(cudaStreamCreateWithFlags(&made->stream_, cudaStreamNonBlocking));
   TW_RETURN_IF_FAILED(tables.copy_to_device(made->stream_, &made->tables_));
   view->experts = reinterpret_cast<const uint32_t*>(made->tables_ + experts_at);
@@ -101,13 +88,16 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
     made->loads_.told_of = reinterpret_cast<uint32_t*>(made->tables_ + told_of_at);
     made->loads_.numbers = reinterpret_cast<uint32_t*>(made->tables_ + numbers_at);
   }
+  made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   if (shape.moves != 0) {
-    made->moving_.resize(static_cast<size_t>(context.spec->layers));
-    made->loads_.moving.heads = reinterpret_cast<const uint32_t*>(made->tables_ + heads_at);
+    auto* const heads = reinterpret_cast<uint32_t*>(made->tables_ + heads_at);
+    auto* const ready = reinterpret_cast<uint32_t*>(made->tables_ + ready_at);
+    TW_RETURN_IF_FAILED(made->moving_.create(shape, context.spec->layers, {made->maps_, heads, ready}, made->stream_));
+    made->loads_.moving.heads = heads;
+    made->loads_.moving.ready = ready;
     made->loads_.moving.versions = reinterpret_cast<uint64_t*>(made->tables_ + versions_at);
   }
   view->loads = made->loads_;
-  made->maps_ = reinterpret_cast<uint32_t*>(made->tables_ + maps_at);
   made->balance_ = reinterpret_cast<int32_t*>(made->tables_ + balance_at);
   made->list_counts_ = reinterpret_cast<int32_t*>(made->tables_ + lists_at);
   made->told_ = reinterpret_cast<int32_t*>(made->tables_ + told_at);
@@ -119,12 +109,12 @@ Status GroupMemory::create(const Context& context, GroupView* view, std::unique_
 }
 
 // Gives the host a place for load statistics: `averages` averages, and dispatches and clocks of `rows` rows. Behind
-// them are the versions of channels, and what this rank tells of maps that move.
+// them are the versions of channels.
 Status GroupMemory::show_loads(size_t averages, size_t rows, size_t channels) {
   const size_t before = (sizeof(float) * averages + 63) / 64 * 64;
   const size_t bytes = before + (sizeof(long long) + sizeof(uint32_t)) * rows;
   const size_t versions_at = (bytes + 63) / 64 * 64;
-  const size_t all = versions_at + sizeof(uint64_t) * (channels + 1);
+  const size_t all = versions_at + sizeof(uint64_t) * channels;
   void* there = nullptr;
   TW_CUDA(cudaHostAlloc(&there, all, cudaHostAllocPortable));
   std::memset(there, 0, all);
@@ -132,7 +122,6 @@ Status GroupMemory::show_loads(size_t averages, size_t rows, size_t channels) {
   loads_.dispatches_there = reinterpret_cast<long long*>(static_cast<std::byte*>(there) + before);
   loads_.clocks_there = reinterpret_cast<uint32_t*>(loads_.dispatches_there + rows);
   loads_.moving.versions_there = reinterpret_cast<uint64_t*>(static_cast<std::byte*>(there) + versions_at);
-  loads_.moving.ready = ready_ = reinterpret_cast<uint32_t*>(loads_.moving.versions_there + channels);
   return {};
 }
 
@@ -193,39 +182,13 @@ Status GroupMemory::make_marks(const Shape& shape, uint32_t** marks) {
 }
 
 // Copies to the device, and waits for that. The stream has nothing else to wait for.
-Status GroupMemory::write_words(void* to, const void* words, size_t bytes) {
+Status GroupMemory::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
   const OutsideCaptures outside;
-  TW_CUDA(cudaMemcpyAsync(to, words, bytes, cudaMemcpyHostToDevice, stream_));
+  const std::vector<uint32_t> words = words_of_map(shape, map);
+  uint32_t* const to = maps_ + map_at(layer, shape);
+  TW_CUDA(cudaMemcpyAsync(to, words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream_));
   TW_CUDA(cudaStreamSynchronize(stream_));
   return {};
-}
-
-Status GroupMemory::write_map(int32_t layer, const Shape& shape, const ExpertMap& map) {
-  const std::vector<uint32_t> words = words_of_map(shape, map);
-  return write_words(map_at(layer, 0, shape), words.data(), words.size() * sizeof(uint32_t));
-}
-
-// Makes one of a layer's two maps the later one.
-Status GroupMemory::write_head(int32_t layer, uint32_t later) {
-  LayerMaps& maps = moving_[static_cast<size_t>(layer)];
-  const uint32_t head = MapHead::word(maps.epochs[later], later);
-  TW_RETURN_IF_FAILED(write_words(const_cast<uint32_t*>(loads_.moving.heads) + layer, &head, sizeof head));
-  maps.later = later;
-  return {};
-}
-
-Status GroupMemory::stage_map(int32_t layer, uint32_t epoch, const Shape& shape, const ExpertMap& map) {
-  LayerMaps& maps = moving_[static_cast<size_t>(layer)];
-  const uint32_t next = maps.later ^ 1;
-  const std::vector<uint32_t> words = words_of_map(shape, map);
-  TW_RETURN_IF_FAILED(write_words(map_at(layer, next, shape), words.data(), words.size() * sizeof(uint32_t)));
-  maps.epochs[next] = epoch;
-  return write_head(layer, next);
-}
-
-// Behind a void epoch the map in force is the later one again: bits that say what was void do not stay for ever.
-Status GroupMemory::close_map(int32_t layer, bool used) {
-  return used ? Status{} : write_head(layer, moving_[static_cast<size_t>(layer)].later ^ 1);
 }
 
 std::byte* GroupMemory::allocate(size_t bytes) {

@@ -11,6 +11,7 @@
 
 #include "core/backend.h"
 #include "cuda/driver/driver.h"
+#include "cuda/host/moving_maps.h"
 #include "cuda/launch/counts.h"
 #include "cuda/launch/group_view.h"
 #include "cuda/launch/view.h"
@@ -34,14 +35,11 @@ class GroupMemory {
     return told_ + int64_t{channel} * (shape.ranks + shape.experts);
   }
   // Gives a layer's MapWords, where maps move the first of two.
-  const uint32_t* map(int32_t layer, const Shape& shape) const { return map_at(layer, 0, shape); }
+  const uint32_t* map(int32_t layer, const Shape& shape) const { return maps_ + map_at(layer, shape); }
   // Replaces a layer's map, while no kernel of this rank runs.
   Status write_map(int32_t layer, const Shape& shape, const ExpertMap& map);
-  // Makes a layer's next map known, in a group whose maps move; no kernel of this rank reads the map before the last.
-  Status stage_map(int32_t layer, uint32_t epoch, const Shape& shape, const ExpertMap& map);
-  // The layer's last epoch is decided on all channels: void, unless `used`.
-  Status close_map(int32_t layer, bool used);
-  void tell_ready(uint32_t word) { __atomic_store_n(ready_, word, __ATOMIC_RELEASE); }
+  // In a group whose maps move.
+  MovingMaps& moving() { return moving_; }
   MapVersion version(int32_t channel) const {
     return unpack_version(__atomic_load_n(&loads_.moving.versions_there[channel], __ATOMIC_ACQUIRE));
   }
@@ -66,12 +64,9 @@ class GroupMemory {
  private:
   GroupMemory() = default;
   Status show_loads(size_t averages, size_t rows, size_t channels);
-  uint32_t* map_at(int32_t layer, uint32_t which, const Shape& shape) const {
-    const auto maps = static_cast<int64_t>(1 + shape.moves);
-    return maps_ + (layer * maps + which) * MapWords::all(shape);
+  static int64_t map_at(int32_t layer, const Shape& shape) {
+    return int64_t{layer} * (1 + shape.moves) * MapWords::all(shape);
   }
-  Status write_words(void* to, const void* words, size_t bytes);
-  Status write_head(int32_t layer, uint32_t later);
 
   cudaStream_t stream_ = nullptr;
   std::byte* tables_ = nullptr;
@@ -81,12 +76,7 @@ class GroupMemory {
   int32_t* balance_ = nullptr;
   int32_t* list_counts_ = nullptr;
   LoadsView loads_{};
-  uint32_t* ready_ = nullptr;  // MovingView::ready
-  struct LayerMaps {
-    uint32_t later = 0;       // which of the two maps
-    uint32_t epochs[2] = {};  // theirs
-  };
-  std::vector<LayerMaps> moving_;                // [layers], where maps move
+  MovingMaps moving_;
   static constexpr size_t kPages = 16;           // most pages that are allocated at a time
   static constexpr size_t kPageBlock = 1 << 18;  // bytes that these may have together, unless one alone has more
   size_t page_bytes_ = 0;

@@ -50,7 +50,7 @@ struct MovingView {
   const uint32_t* heads;     // [layers] MapHead
   uint64_t* versions;        // [channels] MapVersion of the next dispatch
   uint64_t* versions_there;  // likewise, in memory that the host maps and reads when it likes
-  const uint32_t* ready;     // ready_word, in memory that the host writes when it likes
+  const uint32_t* ready;     // ready_word, which changes when the host likes
 };
 
 // Load statistics of a group that counts: averages [channels, layers, E], and [channels, layers] dispatches and clocks
