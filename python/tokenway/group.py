@@ -186,7 +186,7 @@ class Group(Calls, _native.Shared):
         self._exchange = Exchange(native, shape, blocks, self._counting, self._outputs)
         self._collectives = Collectives(native, shape, blocks, self._outputs)
         self._maps = Maps(native, settings.placement, shape.experts)
-        self.moving = Moving(native, self._maps, info.lanes)  # maps that all ranks take over in the same dispatch
+        self.moving = Moving(native, self._maps, info.lanes, blocks)  # maps that all ranks take over in one dispatch
         self._window_bytes: int = info.window_bytes
         self.rank = shape.rank
         self.nranks = shape.nranks

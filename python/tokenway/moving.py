@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tokenway import _header, _native
+from tokenway.blocks import Blocks
 from tokenway.maps import Maps
 from tokenway.native_group import NativeGroup
 
@@ -44,8 +45,8 @@ class Moving:
     all ranks from the same dispatch on. Nobody waits: a rank that is late with its weights delays the epoch for all.
     """
 
-    def __init__(self, native: NativeGroup, maps: Maps, lanes: int):
-        self._native, self._maps, self._lanes = native, maps, lanes
+    def __init__(self, native: NativeGroup, maps: Maps, lanes: int, blocks: Blocks):
+        self._native, self._maps, self._lanes, self._blocks = native, maps, lanes, blocks
 
     def stage(self, slot_expert: Any, layer: int = 0, shares: Any = None) -> int:
         """Stages a layer's next map, slot_expert [P], shares [P] (of policy "shares"; default alike): returns its
@@ -73,6 +74,7 @@ class Moving:
         The slots that an epoch has freed may be filled again when `agreed` and `oldest` have come to it: in stream
         order, behind what was launched before this was seen.
         """
+        self._blocks.free()  # handles that nobody holds any more need no map
         known = _header.Epochs()
         lanes = np.zeros(self._lanes, np.uint32)
         _native.check(_native.lib.twGroupEpochs(self._native.pointer, byref(known), lanes.ctypes.data))

@@ -12,9 +12,14 @@ LANES = "Moving.EachLaneSwitchesWhenAllHaveToldThere"
 VOID = "Moving.WhatOneRankHasVoidIsVoidForAll"
 
 BALANCER = "python/tokenway/balance/balancer.py"
+BOARD = "python/tokenway/balance/board.py"
 COPIES = "python/tokenway/balance/copies.py"
 ROUNDS = "python/tokenway/balance/rounds.py"
+PLANS = "python/tokenway/balance/plans.py"
+WORLD = "python/tokenway/balance/world.py"
 BALANCED = "py/test_balancer"
+PLAYED = "py/test_balance_playing"
+DOES = "test_a_group_does_what_was_played"
 
 MOVING_MUTATIONS = (
     Mutation(
@@ -228,7 +233,7 @@ MOVING_MUTATIONS = (
         "M2",
         BALANCED,
         "test_small_pieces",
-        (Edit(BALANCER, "if not each.failed and (each.pieces or not", "if not each.failed and (False and not"),),
+        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not begun and self"),),
     ),
     Mutation(
         "ready before all copies have ended",
@@ -238,8 +243,8 @@ MOVING_MUTATIONS = (
         (
             Edit(
                 BALANCER,
-                "(each.pieces or not self._copies.ended(each.number)):",
-                "each.pieces:",
+                "not each.pieces and self._beside.ended(each.number))",
+                "not each.pieces)",
             ),
         ),
     ),
@@ -269,20 +274,68 @@ MOVING_MUTATIONS = (
         "M1",
         BALANCED,
         "test_rounds_come_to_an_end",
-        (Edit(ROUNDS, "(now < 0) & (following < 0))[0])", "(following < 0))[-1])"),),
+        (
+            Edit(
+                ROUNDS,
+                "slots[rank] if now[slot] < 0 and following[slot] < 0)",
+                "reversed(slots[rank]) if following[slot] < 0)",
+            ),
+        ),
     ),
     Mutation(
         "a plan is read while it is written",
         "ranks follow one plan",
         BALANCED,
         "test_a_board_that_is_half_written",
-        (Edit(BALANCER, "    if zlib.crc32(board[8 : 24 + 4 * int(size)]) != told:\n", "    if told is None:\n"),),
+        (Edit(BOARD, "    if zlib.crc32(board[8 : 24 + 4 * int(size)]) != told:\n", "    if told is None:\n"),),
     ),
     Mutation(
         "each rank follows a plan when it likes",
         "M1",
         BALANCED,
         "test_experts_move",
-        (Edit(BALANCER, "    if found != number or not 0 <", "    if not 0 <"),),
+        (Edit(BOARD, "    if found != number or not 0 <", "    if not 0 <"),),
+    ),
+    # ---- what is played, beside what a group does
+    Mutation(
+        "a map that is played comes a dispatch late",
+        "a group does what was played",
+        PLAYED,
+        DOES,
+        (Edit(WORLD, "while self.version < min(self.ready):", "while self.version + 1 < min(self.ready):"),),
+    ),
+    Mutation(
+        "a copy is looked at in the step that begins it",
+        "a group does what was played",
+        PLAYED,
+        "test_a_copy_is_over_a_step_later_at_the_soonest",
+        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not each.pieces and self"),),
+    ),
+    Mutation(
+        "handles that are gone need their map until the next call",
+        "a group does what was played",
+        PLAYED,
+        DOES,
+        (Edit("python/tokenway/moving.py", "        self._blocks.free()", "        pass"),),
+    ),
+    Mutation(
+        "loads of before the last plan count again",
+        "plans are for what has come since",
+        PLAYED,
+        "test_old_loads_are_taken_out",
+        (Edit(PLANS, "now - kept * before, 1 - kept, out", "now, 1, out"),),
+    ),
+    Mutation(
+        "a plan that was given gives way to one of the rank's own",
+        "a plan that is given is followed",
+        BALANCED,
+        "test_plans_from_elsewhere",
+        (
+            Edit(
+                BALANCER,
+                "        if self._given is not None:\n",
+                "        if self._given is not None and self._every is not None:\n",
+            ),
+        ),
     ),
 )

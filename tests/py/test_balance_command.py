@@ -126,6 +126,44 @@ def test_online_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "worst window" in told and "tokens" in told
 
 
+def test_online_through_the_balancer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What steps see: worse than a planner that takes no time, as maps come late, and better than no moves."""
+    out = tmp_path / "figures.json"
+    shape = ["--ranks", 8, "--slots", 9, "--layers", 2, "--experts", 64, "--windows", 6, "--memory", 0.95]
+    asked = ["--online", "--steps", 24, "--writes", 8, "--gain", 0, "--json", out]
+    assert run("drifting", *shape, *asked, "--expert-mib", 3) == 0
+    figures = json.loads(out.read_text())
+    rows = {row["policy"]: row for row in figures["online"]}
+    (moved,) = figures["balancer"]
+    assert rows["update"]["mean"] < moved["mean"] < rows["static"]["mean"]
+    assert moved["writes"] == 8 and moved["plans"] == len(moved["delays"]) >= 4 and len(moved["by_window"]) == 6
+    assert moved["mean"] == pytest.approx(np.mean(moved["by_window"][1:]))
+    assert moved["mib_per_step"] == pytest.approx(3 * moved["moves"] / 8 / (6 * 24))
+    told = capsys.readouterr().out
+    assert "plans every 24 steps, 64 MiB a step and rank, experts of 3 MiB" in told
+    assert f"{100 * moved['mean']:.2f} %" in told and f"{np.mean(moved['delays']):.1f}" in told
+    # Later plans, and slower ones, leave more.
+    assert run("drifting", *shape, *asked, "--delay", 6) == 0
+    (late,) = json.loads(out.read_text())["balancer"]
+    assert np.mean(late["delays"]) > np.mean(moved["delays"]) and late["mean"] > moved["mean"]
+
+
+def test_a_recording_is_played_by_its_own_steps(tmp_path: Path) -> None:
+    """Each step of a recording is a step of the balancer, and a window so many of them."""
+    ids, out = skewed_ids(48, 200), tmp_path / "figures.json"
+    ids[16:] = (ids[16:] + 5) % EXPERTS  # other experts are hot
+    np.savez(tmp_path / "trace.npz", ids=ids)
+    shape = [tmp_path / "trace.npz", "--ranks", 4, "--slots", 5, "--experts", EXPERTS, "--window", 8, "--online"]
+    assert run(*shape, "--json", out) == 0
+    (moved,) = json.loads(out.read_text())["balancer"]
+    counts = balance.read(tmp_path / "trace.npz", EXPERTS).counts
+    first = balance.plan(counts[:8].sum(axis=0), ranks=4, slots=5, old=balance.contiguous(1, EXPERTS, 4, 5), writes=20)
+    played = balance.play(counts, ranks=4, first=first, every=8, expert_bytes=42 << 20, step_bytes=64 << 20)
+    assert moved["by_window"] == played.imbalance.reshape(6, 8).mean(axis=1).tolist() and moved["plans"] > 0
+    by_window = moved["by_window"]
+    assert by_window[2] > 2 * by_window[5]  # it has followed
+
+
 def test_groups_on_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     shape = ["--ranks", 8, "--nodes", 2, "--groups", 4, "--layers", 2, "--experts", 64]
@@ -176,6 +214,10 @@ def test_plots(source: str, tmp_path: Path) -> None:
         (["drifting", "--ranks", 4, "--online", "--policies", "magic"], "--policies: invalid choice: 'magic'"),
         (["drifting", "--ranks", 4, "--online", "--decay", 1], "decay is 1.0"),
         (["drifting", "--ranks", 4, "--online", "--decay", "nan"], "decay is nan"),
+        (["drifting", "--ranks", 4, "--online", "--step-mib", 0], "--step-mib: 0.0; must be above 0"),
+        (["drifting", "--ranks", 4, "--online", "--load-decay", 1], "--load-decay: 1.0; allowed from 0, below 1"),
+        (["drifting", "--ranks", 4, "--online", "--layers", 1, "--gain", -1], "gain is -1.0; it must be at least 0"),
+        (["drifting", "--ranks", 4, "--online", "--delay", 0], "--delay: 0; must be at least 1"),
     ],
 )
 def test_refusals(argv: list[object], told: str, capsys: pytest.CaptureFixture[str]) -> None:

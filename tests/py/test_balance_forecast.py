@@ -45,6 +45,33 @@ def test_the_decay_follows_the_windows() -> None:
     assert made.decay.tolist() == [0.0]
 
 
+def test_something_new_begins_anew() -> None:
+    """The first window of another kind of text is all that counts, if what was foretold was good before; noise is not
+    new, nor is a window without load, and each layer is for itself."""
+    one, other = balance.lognormal(2, 256, seed=1)
+    windows = balance.sample(np.tile(np.stack([one, one]), (12, 1, 1)), 16384, seed=3).astype(float)
+    made = balance.Forecast()
+    for i, window in enumerate(windows):
+        made.add(window)
+        assert i < 2 or not (made.loads == window).all(axis=1).any(), i
+    assert made.decay.tolist() == [0.9, 0.9]
+    new = balance.sample(np.stack([one, other]), 16384, seed=4).astype(float)
+    made.add(np.stack([new[0], np.zeros(256)]))
+    assert not (made.loads[1] == 0).all()
+    made.add(new)
+    assert (made.loads == new).all(axis=1).tolist() == [False, True]
+
+
+def test_restless_loads_are_not_new_for_ever() -> None:
+    made = forecast_of(np.tile(balance.lognormal(1, 64, seed=9), (6, 1, 1)))
+    begun_anew = []
+    for seed in range(40):
+        window = balance.lognormal(1, 64, seed=seed)
+        made.add(window)
+        begun_anew.append(bool((made.loads == window).all()))
+    assert begun_anew[0] and not any(begun_anew[20:]), begun_anew
+
+
 def test_the_size_of_windows_does_not_matter() -> None:
     windows = balance.drifting(10, 4, 64, hot=2, seed=3)
     assert (forecast_of(windows * 1024).loads == forecast_of(windows).loads * 1024).all()

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import tokenway as tw
 from tokenway import balance
-from tokenway.balance import rounds
+from tokenway.balance import board, rounds
+from tokenway.balance.copies import Thinking
 
 EXPERTS, TOP_K, HIDDEN, TOKENS, LAYERS = 8, 2, 6, 24, 2
 WEIGHTS = {"scale": ((HIDDEN,), "float32"), "shift": (3, "int16")}
@@ -130,17 +131,9 @@ def fill(env: Any, group: tw.Group, weights: balance.Weights) -> None:
         weights.tensor("scale", layer)[:] = env.backend.tensor(rows.astype(np.float32))
 
 
-def await_plan(balancer: balance.Balancer) -> None:
-    """However busy the machine is: rank 0's thread ends before the next step."""
-    if balancer._planning is not None:
-        balancer._planning.exception()
-
-
-def await_threads(balancer: balance.Balancer) -> None:
-    """Likewise, and copies that were begun."""
-    await_plan(balancer)
-    while not all(balancer._copies.ended(each.number) for each in balancer._open):
-        time.sleep(0.001)
+def await_thoughts(balancer: balance.Balancer) -> None:
+    """However busy the machine is: what is planned is there in the next step. Copies may still be under way."""
+    Thinking.wait(balancer._beside)  # type: ignore[arg-type]
 
 
 def balanced(
@@ -162,13 +155,13 @@ def balanced(
                     kept = None  # its end: what it used may be filled again
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
-                await_plan(balancer)
+                await_thoughts(balancer)
                 if late != env.rank or step % 3 == 0:
                     balancer.step()
                 imbalances.append(imbalance(group, balancer, step))
             for step in range(steps, steps + 48):  # what is open comes to its end
                 balancer.paused = True
-                await_threads(balancer)
+                balancer.wait()
                 balancer.step()
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
@@ -258,17 +251,15 @@ def test_a_handle_of_an_older_map(world) -> None:
 
 
 def test_a_board_that_is_half_written() -> None:
-    from tokenway.balance import balancer
-
     wanted, shape = np.arange(12).reshape(2, 6), (2, -1)
-    whole = balancer._board(3, wanted) + bytes(64)
-    np.testing.assert_array_equal(balancer._read_board(whole, 3, shape), wanted)
-    assert balancer._read_board(whole, 2, shape) is None and balancer._read_board(bytes(256), 0, shape) is None
-    other = balancer._board(3, wanted[::-1]) + bytes(64)
+    whole = board.written(3, wanted) + bytes(64)
+    np.testing.assert_array_equal(board.read(whole, 3, shape), wanted)
+    assert board.read(whole, 2, shape) is None and board.read(bytes(256), 0, shape) is None
+    other = board.written(3, wanted[::-1]) + bytes(64)
     for cut in range(1, len(whole) - 64):
         torn = other[:cut] + whole[cut:]
         if torn not in (whole, other):
-            assert balancer._read_board(torn, 3, shape) is None, cut
+            assert board.read(torn, 3, shape) is None, cut
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -322,7 +313,7 @@ def followed(env: Any) -> Any:
                 for step in range(turn * 72, turn * 72 + 72):
                     for layer in range(LAYERS):
                         layer_of(env, group, weights, step, layer)
-                    await_threads(balancer)
+                    balancer.wait()
                     balancer.step()
                 assert balancer.idle
                 found.append(balancer.slot_maps())

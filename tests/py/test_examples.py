@@ -480,3 +480,21 @@ def test_token_replicas_is_not_blind(spoil: Callable[[str], None]) -> None:
         "tw.Group.combine = combine\n"
     )
     assert "WRONG" in example("13_token_replicas.py", "--ranks", "2", code=1)
+
+
+def test_moving_experts(backend: str, tmp_path: Path) -> None:
+    """Experts follow what tokens choose, and results stay the same bits."""
+    drawn = tmp_path / "moving.png"
+    plot = ["--plot", drawn] if importlib.util.find_spec("matplotlib") else []
+    out = example("14_moving_experts.py", "--device", "cuda" if backend == "nvlink" else "cpu", *plot)
+    lines = re.findall(r"^\d+ to (\d+) +\d +([\d.]+) % +([\d.]+) %$", out, re.MULTILINE)
+    assert len(lines) == 12 and all(float(moved) < float(still) for last, still, moved in lines if int(last) % 64 == 63)
+    assert int(re.findall(r"(\d+) experts came to another slot", out)[0]) > 0
+    assert "bit for bit those without moves" in out and out.endswith("All checks hold.\n")
+    assert not plot or drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_moving_experts_is_not_blind(spoil: Callable[[str], None]) -> None:
+    """Weights that do not come along: the example says so and fails."""
+    spoil("from tokenway import balance\nbalance.Weights.pull = lambda self, piece, stream: None\n")
+    assert "WRONG" in example("14_moving_experts.py", "--ranks", "2", code=1)

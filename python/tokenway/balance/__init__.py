@@ -22,6 +22,7 @@ from tokenway.balance.planner import (
     rank_loads,
     rebalance_experts,
 )
+from tokenway.balance.playing import Played, play, spare_maps
 from tokenway.balance.simulation import Outcome, replay, rows_between_nodes, sampled_imbalance
 from tokenway.balance.traces import Recording, read
 from tokenway.balance.weights import Weights, weight_bytes
@@ -32,6 +33,7 @@ __all__ = [
     "Forecast",
     "Outcome",
     "Plan",
+    "Played",
     "Recording",
     "SlotMaps",
     "Statistics",
@@ -45,6 +47,7 @@ __all__ = [
     "lognormal",
     "moves_between",
     "plan",
+    "play",
     "rank_loads",
     "read",
     "rebalance_experts",
@@ -53,6 +56,7 @@ __all__ = [
     "sample",
     "sampled_imbalance",
     "slot_maps",
+    "spare_maps",
     "weight_bytes",
     "zipf",
 ]

@@ -3,34 +3,81 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from tokenway.balance import planner, rounds
-from tokenway.balance.copies import copies_of
+from tokenway.balance import board, rounds
+from tokenway.balance.copies import Beside, Piece, Thought, copies_of
 from tokenway.balance.given import SlotMaps, checked_plan, slot_maps
-from tokenway.balance.weights import Weights
+from tokenway.balance.plans import Plans, Wanted
 from tokenway.errors import InvalidArgument, InvalidUsage, TokenwayError
-from tokenway.group import Group
+from tokenway.moving import Epochs
 
 Array = np.ndarray
 LOG = logging.getLogger("tokenway.balance")
 LOOK = 4  # steps between two looks at the board, of which each is a copy
+OPEN = 15  # epochs at a time: as many as may be
 PLANNER = 0  # the rank whose plan all follow: on devices ranks read loads at other times
+
+
+class BalancedGroup(Protocol):
+    """What a balancer uses of a `Group`."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def nranks(self) -> int:
+        """N."""
+
+    @property
+    def layers(self) -> int:
+        """Maps."""
+
+    @property
+    def experts(self) -> int:
+        """E."""
+
+    @property
+    def settings(self) -> Any:
+        """With the group's `Placement`."""
+
+    @property
+    def moving(self) -> Any:
+        """As `Moving`."""
+
+    @property
+    def loads(self) -> Array:
+        """[layers, E]"""
+
+    @property
+    def counted_dispatches(self) -> Array:
+        """[layers]"""
+
+    def expert_of_slot(self, layer: int = 0) -> Array:
+        """[P]"""
+
+
+class MovedWeights(Protocol):
+    """What a balancer uses of `Weights`."""
+
+    rank_of_slot: Array
+
+    def pieces(self, layer: int, source: int, target: int, most: int) -> list[Piece]:
+        """Of a move."""
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Since a balancer began. plans: that were followed; epochs: decided, and how many of them void; moves: experts
-    that came to this rank, with bytes; steps: of `Balancer.step`; switch_steps: from a plan to its last epoch, of the
-    last one. imbalance: what the last plan found, hottest over mean - 1 averaged over layers, and what it was to
-    leave."""
+    that came to this rank, with bytes; steps: of `Balancer.step`. Of the last plan, switch_steps: from that this rank
+    has seen it to its last epoch; and on rank 0 plan_steps: before that, from the loads that it was made from; and
+    imbalance: what it found, hottest over mean - 1 averaged over layers, and what it was to leave."""
 
     plans: int = 0
     epochs: int = 0
@@ -38,6 +85,7 @@ class Statistics:
     moves: int = 0
     bytes: int = 0
     steps: int = 0
+    plan_steps: int = 0
     switch_steps: int = 0
     imbalance: tuple[float, float] = (0.0, 0.0)
 
@@ -48,7 +96,7 @@ class _Open:
 
     number: int
     epoch: rounds.Epoch
-    pieces: deque[tuple[int, int, int, int]]
+    pieces: deque[Piece]
     failed: bool = False
     told: bool = False  # that this rank is ready for it
 
@@ -66,13 +114,16 @@ class Balancer:
     one: those are spare. weights: `Weights` of that group, filled with what the maps say. every: None for no plans but
     those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank). gain: a
     layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as `balance.plan`.
-    paused: no plan is made; a plan under way ends, and `follow` goes on.
+    paused: no plan is made; a plan under way ends, and `follow` goes on. beside: what works beside the steps (default:
+    threads, on a CUDA device a copy engine for copies).
+
+    It is planned for a `Forecast`, whose windows are the loads between two plans.
     """
 
     def __init__(
         self,
-        group: Group,
-        weights: Weights,
+        group: BalancedGroup,
+        weights: MovedWeights,
         *,
         every: int | None = 64,
         writes: int | None = None,
@@ -82,6 +133,7 @@ class Balancer:
         groups: int = 0,
         node_tolerance: float = 0.01,
         paused: bool = False,
+        beside: Beside | None = None,
     ):
         for name, value in (("every", every), ("step_bytes", step_bytes)):
             if name == "every" and value is None:
@@ -95,31 +147,37 @@ class Balancer:
             open_ones = f"epochs {begun.agreed + 1} to {begun.staged} of the group are open"
             raise InvalidUsage(f"{open_ones}; a balancer begins where none is")
         self.group, self.weights, self.paused = group, weights, paused
-        self._every, self._gain, self._step_bytes = every, gain, step_bytes
-        self._writes = group.nranks if writes is None else writes
-        self._asked = {"nodes": nodes, "groups": groups, "node_tolerance": node_tolerance}
+        self._every, self._step_bytes = every, step_bytes
         self._tables = np.stack([group.expert_of_slot(layer) for layer in range(group.layers)])
         self._slots = self._slots_in_use()
-        self._copies = copies_of(weights)
-        self._thread = ThreadPoolExecutor(1, "tokenway-plan")
-        self._planning: Future[Any] | None = None
+        self._plans = Plans(
+            *(group.nranks, self._slots, weights.rank_of_slot),
+            decay=float(np.float32(group.settings.placement.load_decay)),
+            gain=gain,
+            writes=group.nranks if writes is None else writes,
+            where={"nodes": nodes, "groups": groups, "node_tolerance": node_tolerance},
+        )
+        if every is not None:
+            self._plans.refuse(group.experts, self._tables)  # on all ranks
+        self._beside = copies_of(weights) if beside is None else beside
+        self._planning: Thought[Wanted] | None = None
+        self._making: Thought[list[rounds.Epoch]] | None = None
         self._queue: deque[rounds.Epoch] = deque()
         self._open: deque[_Open] = deque()  # staged, and not decided on all lanes here
         self._staged = begun.staged  # the last epoch that is staged: others than this balancer stage none
         self._told = 0  # rank 0: the last plan that it has told, by the epoch that it begins with
+        self._looked = 0  # rank 0: when it read the loads of that plan
         self._began = 0
         self._next = every or 0
         self._given: Array | None = None  # rank 0: what `follow` was given, until it is looked at
         self.statistics = Statistics()
-        if every is not None:  # refuses what the planner would, on all ranks
-            self._find(np.ones((group.layers, group.experts)), self._tables)
 
     def step(self, streams: Iterable[Any] = ()) -> None:
         """Takes over what has happened since, and goes on with it. streams: those of CUDA, beside the current one, on
         which steps of the group or its experts run. Errors: those of the group, once it is finished."""
         self._count(steps=1)
         self._close(streams)
-        if self.idle and self.statistics.steps % LOOK == 0:
+        if not self._queue and not self._open:
             self._follow()
         self._stage()
         self._copy()
@@ -143,21 +201,26 @@ class Balancer:
 
     def slot_maps(self) -> SlotMaps:
         """Where experts are, as far as all lanes of this rank have it, in the format of DeepSeek's balancer."""
-        return slot_maps(self._used(self._tables), self.group.experts)
+        return slot_maps(self._plans.used(self._tables), self.group.experts)
 
     @property
     def idle(self) -> bool:
         """Whether this rank has done all of the last plan that it knows."""
-        return not self._queue and not self._open
+        return not self._making and not self._queue and not self._open
 
     def table(self, layer: int = 0) -> Array:
         """[P] int32: the layer's map, as far as all lanes of this rank have it."""
         return self._tables[layer].copy()
 
+    def wait(self) -> None:
+        """Waits for what this rank has begun beside its steps, so that the next `step` finds it done: a plan, copies.
+        No other rank is waited for. Where all ranks do this before each step, and a dispatch of all ranks lies between
+        two steps, experts move in the same steps however fast the machine is."""
+        self._beside.wait()
+
     def close(self) -> None:
         """Ends the thread, and waits for copies. Epochs that are open stay so."""
-        self._thread.shutdown()
-        self._copies.close()
+        self._beside.close()
 
     def __enter__(self) -> Balancer:
         return self
@@ -169,7 +232,7 @@ class Balancer:
 
     def _close(self, streams: Iterable[Any]) -> None:
         """Takes epochs that all lanes have, and that no handle of an older version needs."""
-        epochs = self.group.moving.epochs()
+        epochs: Epochs = self.group.moving.epochs()
         while (
             self._open
             and _reached(epochs.agreed, self._open[0].number)
@@ -182,8 +245,8 @@ class Balancer:
                 self._queue = deque(epoch for epoch in self._queue if epoch.layer != done.epoch.layer)
             else:
                 self._tables[done.epoch.layer] = done.epoch.table
-            self._copies.forget(done.number)
-            self._copies.freed(streams)
+            self._beside.forget(done.number)
+            self._beside.freed(streams)
             if self.idle:
                 self._count(switch_steps=self.statistics.steps - self._began)
                 LOG.info("epoch %d was the plan's last, after %d steps", done.number, self.statistics.switch_steps)
@@ -191,7 +254,7 @@ class Balancer:
     def _stage(self) -> None:
         """Stages what may be, in the order of the plan: one epoch of a layer at a time (M1)."""
         while self._queue and all(other.epoch.layer != self._queue[0].layer for other in self._open):
-            if len(self._open) >= 8:  # of 15 that may be
+            if len(self._open) >= OPEN:
                 return
             epoch = self._queue[0]
             self._staged = self.group.moving.stage(epoch.table, epoch.layer)
@@ -206,114 +269,98 @@ class Balancer:
             self._open.append(_Open(self._staged, epoch, deque(pieces)))
 
     def _copy(self) -> None:
-        """Copies at most so many bytes, and says which epochs this rank is ready for, in their order."""
-        left = self._step_bytes
+        """Copies at most so many bytes, and says which epochs this rank is ready for, in their order. What is begun in
+        a step is looked at in the next, so that it is not up to luck which step an epoch is told in."""
+        left, waits = self._step_bytes, False
         for each in self._open:
             if each.told:
                 continue
+            begun = False
             try:
                 while each.pieces and each.pieces[0][3] <= left and not each.failed:
                     left -= each.pieces[0][3]
-                    self._copies.begin(each.number, each.pieces.popleft())
-                each.failed = each.failed or self._copies.failed(each.number)
+                    self._beside.begin(each.number, each.pieces.popleft())
+                    begun = True
+                each.failed = each.failed or self._beside.failed(each.number)
             except TokenwayError as error:
                 LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, error)
                 each.failed = True
-            if not each.failed and (each.pieces or not self._copies.ended(each.number)):
-                return
-            self.group.moving.ready(each.number, failed=each.failed)
-            each.told = True
+            if each.pieces and not each.failed:
+                left = 0  # what comes behind does not overtake it
+            done = each.failed or (not begun and not each.pieces and self._beside.ended(each.number))
+            waits = waits or not done
+            if not waits:
+                self.group.moving.ready(each.number, failed=each.failed)
+                each.told = True
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
     def _plan_anew(self) -> None:
-        """Plans in a thread, every so many steps, and tells the others by this rank's board. A plan has the number of
-        the epoch that it begins with, which is the same on all ranks that are idle. There is no other before this rank
-        follows it, and then only when all of its epochs are decided, which all ranks must have been ready for: nobody
-        misses one."""
+        """Plans in the thread, every so many steps, and tells the others by this rank's board, in the step before they
+        look at it. A plan has the number of the epoch that it begins with, which is the same on all ranks that are
+        idle. There is no other before this rank follows it, and then only when all of its epochs are decided, which all
+        ranks must have been ready for: nobody misses one."""
         number = self._staged + 1
         if self._told == number:
             return
         if self._planning is None:
             self._planning = self._begin_plan()
             return
-        if not self._planning.done():
+        if not self._planning.done() or (self.statistics.steps + 1) % LOOK:
             return
         try:
             wanted, told = self._planning.result()
-            if wanted is not None and not self._copies.write_board(_board(number, wanted)):
+            if wanted is not None and not self._beside.write_board(board.written(number, wanted)):
                 return  # what was told before is still on its way there
             self._count(imbalance=told)
             self._told = self._told if wanted is None else number
         except TokenwayError as error:
             LOG.warning("there is no plan: %s", error)
         self._planning = None
-        self._next = self.statistics.steps + (self._every or 0)
+        self._next = self._looked + (self._every or 0)
 
-    def _begin_plan(self) -> Future[Any] | None:
+    def _begin_plan(self) -> Thought[Wanted] | None:
         """In the thread: what was given, else a plan of this rank's own if it is time for one."""
+        tables, now = self._tables.copy(), self.statistics.steps
         if self._given is not None:
-            wanted, self._given = self._given, None
-            return self._thread.submit(self._look_at, wanted, self.group.loads, self._tables.copy())
-        if self.paused or self._every is None or self.statistics.steps < self._next:
+            wanted, self._given, self._looked = self._given, None, now
+            return self._beside.think(self._plans.look_at, wanted, self.group.loads, tables)
+        if self.paused or self._every is None or now < self._next or not (loads := self.group.loads).any():
             return None
-        loads = self.group.loads
-        return self._thread.submit(self._find, loads, self._tables.copy()) if loads.any() else None
-
-    def _look_at(self, wanted: Array, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
-        """As `_find`, of maps that were given."""
-        before, after = (self._imbalance(loads, maps) for maps in (self._used(tables), wanted))
-        found = float(before.mean()), float(after.mean())
-        return (wanted if any(self._epochs(tables, wanted)) else None), found
-
-    def _find(self, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
-        """(maps [layers, slots in use], None where nothing is gained; the imbalance before and after)."""
-        now = self._used(tables)
-        size = {"ranks": self.group.nranks, "slots": self._slots}
-        made = planner.plan(loads, **size, old=now, writes=self._writes, **self._asked)
-        before = self._imbalance(loads, now)
-        better = before - made.imbalance > self._gain
-        wanted = np.where(better[:, None], made.physical_to_logical, now)
-        after = np.where(better, made.imbalance, before)
-        found = float(before.mean()), float(after.mean())
-        return (wanted if any(self._epochs(tables, wanted)) else None), found
-
-    def _used(self, tables: Array) -> Array:
-        """[layers, slots in use]: maps without spare slots, as the planner has them."""
-        return np.stack([rounds.used_map(table, self.weights.rank_of_slot, self.group.nranks) for table in tables])
-
-    def _imbalance(self, loads: Array, used: Array) -> Array:
-        """[layers]"""
-        return planner.imbalance(planner.rank_loads(loads, used, ranks=self.group.nranks, slots=self._slots))
-
-    def _epochs(self, tables: Array, wanted: Array) -> list[list[rounds.Epoch]]:
-        """Of each layer."""
-        rows = wanted.reshape(len(tables), self.group.nranks, self._slots)
-        of = self.weights.rank_of_slot
-        return [list(rounds.epochs(layer, table, rows[layer], of)) for layer, table in enumerate(tables)]
+        self._looked = now
+        return self._beside.think(self._plans.find, loads, self.group.counted_dispatches, tables)
 
     def _follow(self) -> None:
-        """Takes the next plan over, if it is there."""
-        board = self._copies.read_board(PLANNER)
-        number = self._staged + 1
-        wanted = None if board is None else _read_board(board, number, (self.group.layers, -1))
-        if wanted is None:
+        """Takes the next plan over, if it is there, and has its epochs made in the thread."""
+        if self._making is None:
+            if self.statistics.steps % LOOK == 0:
+                self._making = self._look_at_board()
             return
-        self._began = self.statistics.steps
-        lists = self._epochs(self._tables, wanted)
-        # A layer has one open epoch: those of other layers go between.
-        depth = max((len(each) for each in lists), default=0)
-        self._queue.extend(each[i] for i in range(depth) for each in lists if i < len(each))
+        if not self._making.done():
+            return
+        self._queue.extend(self._making.result())
+        self._making = None
         self._count(plans=1)
         before, after = self.statistics.imbalance
         LOG.info(
             "a plan from epoch %d on: %d epochs, %d experts move; imbalance %.3f, to be %.3f",
-            number,
+            self._staged + 1,
             len(self._queue),
             sum(len(epoch.pulls) for epoch in self._queue),
             before,
             after,
         )
+
+    def _look_at_board(self) -> Thought[list[rounds.Epoch]] | None:
+        """None where there is no plan that is new."""
+        told = self._beside.read_board(PLANNER)
+        wanted = None if told is None else board.read(told, self._staged + 1, (self.group.layers, -1))
+        if wanted is None:
+            return None
+        self._began = self.statistics.steps
+        if self.group.rank == PLANNER:
+            self._count(plan_steps=self._began - self._looked)
+        return self._beside.think(self._plans.epochs, self._tables.copy(), wanted)
 
     def _slots_in_use(self) -> int:
         """Of each rank, the same in all maps. Errors: InvalidArgument."""
@@ -332,7 +379,7 @@ class Balancer:
 
     def _count(self, **more: Any) -> None:
         """Adds to the statistics, but for what is said anew each time."""
-        last = {"switch_steps", "imbalance"}
+        last = {"plan_steps", "switch_steps", "imbalance"}
         old = self.statistics
         self.statistics = replace(
             old, **{name: value if name in last else getattr(old, name) + value for name, value in more.items()}
@@ -342,19 +389,3 @@ class Balancer:
 def _reached(version: int, epoch: int) -> bool:
     """Whether a version has come as far as an epoch: numbers wrap."""
     return (version - epoch) % 2**31 < 2**30
-
-
-def _board(number: int, wanted: Array) -> bytes:
-    """A plan as ranks read it: its number, maps, and a sum of both, as it may be read while it is written."""
-    head = np.array([number, wanted.size], np.int64).tobytes() + wanted.astype(np.int32).tobytes()
-    return np.array([zlib.crc32(head)], np.int64).tobytes() + head
-
-
-def _read_board(board: bytes, number: int, shape: tuple[int, int]) -> Array | None:
-    """The maps of a plan, None where it is another one or not whole."""
-    told, found, size = np.frombuffer(board, np.int64, 3)
-    if found != number or not 0 < size <= (len(board) - 24) // 4:
-        return None
-    if zlib.crc32(board[8 : 24 + 4 * int(size)]) != told:
-        return None
-    return np.frombuffer(board, np.int32, int(size), 24).reshape(shape)

@@ -10,23 +10,25 @@ from typing import Any
 import numpy as np
 
 from tokenway.balance import options as given
-from tokenway.balance import planner, simulation
+from tokenway.balance import planner, playing, simulation
 from tokenway.balance.options import Options
 from tokenway.errors import InvalidArgument
 from tokenway.tables import mebibytes, show_columns
 from tokenway.usage import UsageError
 
 Array = np.ndarray
+EXPERT_MIB = 42.0  # of an expert of DeepSeek-V3 in fp8
 
 
 def run(options: Options) -> int:
     """Reads, plans, prints and draws; returns the exit code."""
-    windows = given.read_windows(options)
+    windows, steps = given.read_windows(options)
     options = replace(options, slots=given.slots_of(options, windows.shape[2]))
     try:
         figures, plan = _plan(options, windows)
         if options.online:
             figures["online"] = online(options, windows)
+            figures["balancer"] = balancer(options, steps, plan)
         if options.tokens:
             figures["sampled"] = sampled(options, plan)
     except InvalidArgument as error:
@@ -114,6 +116,44 @@ def online(options: Options, windows: Array) -> list[dict[str, Any]]:
     return rows
 
 
+def balancer(options: Options, loads: Array, first: planner.Plan) -> list[dict[str, Any]]:
+    """What steps see while a balancer moves experts, for each budget: over all windows but the first, which the plan
+    that it begins with is made from. loads: those of `options.steps` steps each."""
+    rows = []
+    for budget in options.writes or (None,):
+        where = {"nodes": options.nodes, "groups": options.groups, "node_tolerance": options.tolerance}
+        played = playing.play(
+            loads,
+            ranks=options.ranks,
+            first=first,
+            steps=options.steps,
+            spare=options.spare,
+            load_decay=options.load_decay,
+            expert_bytes=round((options.expert_mib or EXPERT_MIB) * (1 << 20)),
+            plan_steps=options.delay,
+            copy_steps=options.delay,
+            every=options.every,
+            writes=budget,
+            gain=options.gain,
+            step_bytes=round(options.step_mib * (1 << 20)),
+            **where,
+        )
+        by_window = played.imbalance.reshape(-1, options.window_steps, played.imbalance.shape[1]).mean(axis=(1, 2))
+        rows.append(
+            {
+                "writes": options.ranks if budget is None else budget,
+                "mean": float(by_window[1:].mean()),
+                "worst_window": float(by_window[1:].max()),
+                "plans": played.statistics[0].plans,
+                "moves": played.moves,
+                "mib_per_step": played.bytes_per_step / (1 << 20),
+                "delays": list(played.delays),
+                "by_window": by_window.tolist(),
+            }
+        )
+    return rows
+
+
 def sampled(options: Options, plan: planner.Plan) -> list[dict[str, Any]]:
     """What is left in batches of few tokens, by how an expert's rows are split over its replicas."""
     rows = []
@@ -160,12 +200,31 @@ def _show(options: Options, figures: dict[str, Any], plan: planner.Plan) -> None
             for row in figures["online"]
         ]
         print()
-        show_columns("each window under the plan made before it", heads, made)
+        show_columns("each window under the plan made before it, as if that took no time", heads, made)
+        _show_balancer(options, figures["balancer"])
     if "sampled" in figures:
         heads = ["tokens", "per rank", *simulation.SPLITS]
         made = [[str(row["tokens"]), "", *(percent(row[s]) for s in simulation.SPLITS)] for row in figures["sampled"]]
         print()
         show_columns(f"batches, top {options.top_k}, by how rows are split over replicas", heads, made)
+
+
+def _show_balancer(options: Options, rows: list[dict[str, Any]]) -> None:
+    heads = ["writes allowed", "mean", "worst window", "plans", "moves", "MiB a step", "steps to the switch"]
+    made = [
+        [
+            str(row["writes"]),
+            *(percent(row["mean"]), percent(row["worst_window"])),
+            *(str(row["plans"]), str(row["moves"])),
+            f"{row['mib_per_step']:.2f}",
+            f"{np.mean(row['delays']):.1f}" if row["delays"] else "",
+        ]
+        for row in rows
+    ]
+    mib = options.expert_mib or EXPERT_MIB
+    what = f"plans every {options.every} steps, {options.step_mib:g} MiB a step and rank, experts of {mib:g} MiB"
+    print()
+    show_columns(f"what steps see while a balancer moves experts: {what}", heads, made, texts=range(1))
 
 
 def _allowed(row: dict[str, Any], plan: planner.Plan) -> str:

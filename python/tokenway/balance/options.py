@@ -15,7 +15,8 @@ DESCRIPTION = (
     "Plans where experts and their replicas go, so that all ranks carry the same, and prints what that gives: per "
     "layer the imbalance (how much the hottest rank carries above the mean) before, after, and what no plan is below. "
     "Loads come from a recorded routing (.npz of ids), from counts (.json of logical_count[layer][expert]), or are "
-    "made up. With --online the plan is played against the windows that follow the one it was made from."
+    "made up. With --online the plan is played against the windows that follow the one it was made from: by planners "
+    "that take no time, and step by step through the balancer that moves experts while a model runs."
 )
 SHAPES = ("lognormal", "zipf", "dirichlet", "drifting", "domains")
 
@@ -39,6 +40,13 @@ class Options:
     seed: int
     online: bool
     window: int
+    steps: int
+    every: int
+    spare: int
+    gain: float
+    delay: int
+    load_decay: float
+    step_mib: float
     policies: tuple[str, ...]
     writes: tuple[int, ...]
     decay: float | None
@@ -54,6 +62,11 @@ class Options:
     def shape(self) -> dict[str, int]:
         """ranks and slots, as the planner takes them."""
         return {"ranks": self.ranks, "slots": self.slots}
+
+    @property
+    def window_steps(self) -> int:
+        """Steps of a window."""
+        return self.steps * (1 if self.file is None else self.window)
 
     @property
     def where(self) -> dict[str, Any]:
@@ -78,6 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--online", action="store_true", help="play all windows: policies beside each other")
     add("--window", type=number(1), default=1, metavar="STEPS", help="of a recording: steps in a window (1)")
+    lasting = "of --online: steps that loads of a window last, or each step of a recording (made up: 64, recorded: 1)"
+    add("--steps", type=number(1), metavar="STEPS", help=lasting)
+    add("--every", type=number(1), metavar="STEPS", help="of --online: between two plans of the balancer (a window)")
+    add(
+        "--spare", type=number(1), default=1, metavar="S", help="of --online: further slots of a rank, to move into (1)"
+    )
+    gained = "of --online: a layer stays as it is unless its imbalance falls by so much (0.02)"
+    add("--gain", type=float, default=0.02, help=gained)
+    add("--delay", type=number(1), default=1, metavar="STEPS", help="of --online: what a plan takes, and a copy (1)")
+    left = "of --online: what is left of a group's loads after one more dispatch (0.99)"
+    add("--load-decay", type=float, default=0.99, help=left)
+    spent = "of --online: what a rank may copy in a step (64), of experts of --expert-mib (42)"
+    add("--step-mib", type=float, default=64.0, metavar="MIB", help=spent)
     policies = f"of --online: {', '.join(simulation.POLICIES)} (default static, update and replan)"
     add("--policies", nargs="+", choices=simulation.POLICIES, metavar="P", help=policies)
     changed = "slots of a layer that an update may change (half a slot per rank); several with --online"
@@ -102,12 +128,17 @@ def from_arguments(args: argparse.Namespace) -> Options:
         raise UsageError(f"balance: {args.source!r}; allowed: FILE.npz, FILE.json, {', '.join(SHAPES)}")
     if args.expert_mib is not None and not 0 < args.expert_mib < math.inf:
         raise UsageError(f"--expert-mib: {args.expert_mib}; must be above 0")
+    if not 0 < args.step_mib < math.inf:
+        raise UsageError(f"--step-mib: {args.step_mib}; must be above 0")
+    if not 0 <= args.load_decay < 1:
+        raise UsageError(f"--load-decay: {args.load_decay}; allowed from 0, below 1")
     if args.writes and len(args.writes) > 1 and not args.online:
         raise UsageError(f"--writes: {len(args.writes)} budgets; several need --online")
     if args.writes and not args.online and args.old is None:
         raise UsageError("--writes: a first plan has no budget; give --old or --online")
     if args.online and args.old is not None:
         raise UsageError("--old: with --online the first plan is made from the first window")
+    steps = args.steps or (64 if made_up else 1)
     return Options(
         source=args.source,
         file=None if made_up else args.source,
@@ -116,25 +147,30 @@ def from_arguments(args: argparse.Namespace) -> Options:
         policies=tuple(args.policies or ("static", "update", "replan")),
         writes=tuple(args.writes or ()),
         tokens=tuple(args.tokens),
+        steps=steps,
+        every=args.every or steps * (1 if made_up else args.window),
         **{
             name: getattr(args, name)
             for name in (
                 *("ranks", "nodes", "groups", "tolerance", "layers", "sigma", "windows", "memory", "seed", "online"),
                 *("window", "decay", "top_k", "old", "save", "expert_mib", "plot", "json"),
+                *("spare", "gain", "delay", "load_decay", "step_mib"),
             )
         },
     )
 
 
-def read_windows(options: Options) -> Any:
-    """Loads [windows, layers, experts] of the source."""
+def read_windows(options: Options) -> tuple[Any, Any]:
+    """(loads [windows, layers, experts] of the source; the same, or of a recording its steps, for as many windows)."""
     try:
         if options.file is not None:
             recording = traces.read(options.file, options.experts)
             if not len(recording.counts) // options.window:
                 raise UsageError(f"--window: {options.window}; {options.source} has {len(recording.counts)} steps")
-            return recording.windows(options.window)
-        return _made_up(options)
+            windows = recording.windows(options.window)
+            return windows, recording.counts[: len(windows) * options.window]
+        windows = _made_up(options)
+        return windows, windows
     except InvalidArgument as error:
         raise UsageError(f"balance: {error}") from None
     except ValueError as error:

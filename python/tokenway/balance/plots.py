@@ -25,7 +25,7 @@ def draw(options: Options, figures: dict[str, Any], plan: planner.Plan, windows:
     _slots(axes[0, 1], options, plan)
     _budgets(axes[1, 0], options, plan, windows)
     if online:
-        _time(axes[1, 1], online)
+        _time(axes[1, 1], online, figures["balancer"])
     else:
         _layers(axes[1, 1], figures)
     for panel in axes.flat:
@@ -79,10 +79,13 @@ def _budgets(axes: Any, options: Options, plan: planner.Plan, windows: Array) ->
     axes.set_xticks(budgets, [str(b) for b in budgets])
 
 
-def _time(axes: Any, online: list[dict[str, Any]]) -> None:
+def _time(axes: Any, online: list[dict[str, Any]], balancer: list[dict[str, Any]]) -> None:
     for row in online:
         name = row["policy"] if row["writes"] is None else f"{row['policy']}, {row['writes']} writes"
         axes.plot([100 * value for value in row["by_window"]], label=name)
+    for row in balancer:
+        name = f"balancer, {row['writes']} writes"
+        axes.plot([100 * value for value in row["by_window"]], "--", label=name)
     axes.set(title="online", xlabel="window", ylabel="imbalance, %")
     axes.legend(fontsize=8)
 

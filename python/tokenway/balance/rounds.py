@@ -34,34 +34,38 @@ def epochs(layer: int, table: Array, wanted: Array, rank_of_slot: Array) -> Iter
     In each epoch a rank gets as many experts as it has spare slots, and gives up as many: a map has as many spare slots
     as the one before. Every expert stays in a slot somewhere. All ranks find the same epochs.
     """
-    now = table.copy()
-    while pairs := _pairs(now, wanted, rank_of_slot):
-        following, pulls = now.copy(), []
+    slots = [np.flatnonzero(rank_of_slot == rank).tolist() for rank in range(len(wanted))]
+    wants = [Counter(row) for row in wanted.tolist()]
+    of = rank_of_slot.tolist()
+    now: list[int] = table.tolist()
+    while pairs := _pairs(now, wants, slots):
+        following, pulls = list(now), []
         sources: Counter[int] = Counter()  # how often a rank is read from
+        holders: dict[int, list[int]] = {}
+        for slot, expert in enumerate(now):
+            holders.setdefault(expert, []).append(slot)
         for rank, expert, gone in pairs:
-            spare = int(np.flatnonzero((rank_of_slot == rank) & (now < 0) & (following < 0))[0])
-            held = np.flatnonzero(now == expert)
-            source = min(
-                held.tolist(), key=lambda slot: (rank_of_slot[slot] != rank, sources[rank_of_slot[slot]], slot)
-            )
-            sources[rank_of_slot[source]] += 1
-            freed = int(np.flatnonzero((rank_of_slot == rank) & (following == gone) & (now == gone))[0])
+            spare = next(slot for slot in slots[rank] if now[slot] < 0 and following[slot] < 0)
+            source = min((of[slot] != rank, sources[of[slot]], slot) for slot in holders[expert])[2]
+            sources[of[source]] += 1
+            freed = next(slot for slot in slots[rank] if following[slot] == gone and now[slot] == gone)
             following[spare], following[freed] = expert, -1
-            pulls.append((spare, int(source)))
-        yield Epoch(layer, tuple(following.tolist()), tuple(pulls))
+            pulls.append((spare, source))
+        yield Epoch(layer, tuple(following), tuple(pulls))
         now = following
 
 
-def _pairs(now: Array, wanted: Array, rank_of_slot: Array) -> list[tuple[int, int, int]]:
+def _pairs(now: list[int], wants: list[Counter[int]], slots: list[list[int]]) -> list[tuple[int, int, int]]:
     """(rank, the expert that it gets, the one that it gives up) of the next epoch; none where all is as wanted."""
-    ranks = range(len(wanted))
-    held = [Counter(now[(rank_of_slot == rank) & (now >= 0)].tolist()) for rank in ranks]
-    wants = [Counter(row.tolist()) for row in wanted]
-    staying = sum((held[rank] & wants[rank] for rank in ranks), Counter())
+    ranks = range(len(wants))
+    held = [Counter(now[slot] for slot in row if now[slot] >= 0) for row in slots]
+    staying: Counter[int] = Counter()
+    for rank in ranks:
+        staying.update(held[rank] & wants[rank])
     # First what no rank keeps, as others cannot give it up before; and what is given up last is what only it has.
     gets = [sorted((wants[r] - held[r]).elements(), key=lambda expert: (staying[expert] > 0, expert)) for r in ranks]
     gives = [sorted((held[r] - wants[r]).elements(), key=lambda expert: (staying[expert] == 0, expert)) for r in ranks]
-    spare = [int(((rank_of_slot == rank) & (now < 0)).sum()) for rank in ranks]
+    spare = [sum(now[slot] < 0 for slot in row) for row in slots]
     found = [(r, *pair) for r in ranks for pair in list(zip(gets[r], gives[r], strict=True))[: spare[r]]]
     while lost := _lost(now, found):
         found = [pair for pair in found if pair[2] not in lost]
@@ -84,9 +88,9 @@ def _chain(gets: list[list[int]], gives: list[list[int]], staying: Counter[int])
     return chain
 
 
-def _lost(now: Array, pairs: list[tuple[int, int, int]]) -> set[int]:
+def _lost(now: list[int], pairs: list[tuple[int, int, int]]) -> set[int]:
     """Experts that would be in no slot."""
-    left = Counter(now[now >= 0].tolist())
+    left = Counter(expert for expert in now if expert >= 0)
     left.subtract(gone for _, _, gone in pairs)
     left.update(expert for _, expert, _ in pairs)
     return {expert for expert, count in left.items() if count <= 0}

@@ -10,5 +10,5 @@ nvlink_options, portable_options, settings, runner           what was asked for,
 cpu, overhead, nvlink, portable, collectives, auxiliary      the kinds of runs, each of which returns plain data
 tables, peers, report                                        such data as tables
 options, command                                             `tokenway bench`
-record, placement, replicas                                  programs beside it
+record, placement, replicas, balancing                       programs beside it
 """

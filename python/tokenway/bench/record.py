@@ -77,6 +77,7 @@ GPU_RUNS = {
 # Programs of their own.
 PROGRAMS = {
     "cpu-balance": ["tokenway.bench.placement"],
+    "cpu-balancing": ["tokenway.bench.balancing"],
     "cpu-replicas": ["tokenway.bench.replicas", "--batches", "8"],
 }
 GPU_PROGRAMS = {"nvlink-counting": ["tokenway.bench.replicas", "--cost-only", "--device", "cuda"]}

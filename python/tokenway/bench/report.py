@@ -21,6 +21,7 @@ from pathlib import Path
 from tokenway.bench import peers
 from tokenway.bench.tables import (
     auxiliary,
+    balancing,
     collectives,
     cpu,
     frameworks,
@@ -55,6 +56,7 @@ PARTS = {
     "overhead": Kind(overhead.tables, overhead.notes),
     "auxiliary": Kind(auxiliary.tables),
     "placement": Kind(placement.tables),
+    "balancing": Kind(balancing.tables),
     "collectives": Kind(collectives.tables),
     "modes": Kind(modes.tables, modes.notes),
     "returns": Kind(returns.tables),
