@@ -15,6 +15,8 @@ BALANCER = "python/tokenway/balance/balancer.py"
 COPIES = "python/tokenway/balance/copies.py"
 ROUNDS = "python/tokenway/balance/rounds.py"
 BALANCED = "py/test_balancer"
+MOVED = "python/tokenway/integrations/moved_experts.py"
+PARAMETERS = "py/test_moved_experts"
 
 MOVING_MUTATIONS = (
     Mutation(
@@ -284,5 +286,33 @@ MOVING_MUTATIONS = (
         BALANCED,
         "test_experts_move",
         (Edit(BALANCER, "    if found != number or not 0 <", "    if not 0 <"),),
+    ),
+    Mutation(
+        "what holds a part of a parameter keeps the old memory",
+        "experts read what moves",
+        PARAMETERS,
+        "test_experts_move_with_all_that_is_theirs",
+        (Edit(MOVED, "in _tensors_in([holder, list(layers)]):", "in _tensors_in([list(layers)]):"),),
+    ),
+    Mutation(
+        "a part of a parameter begins where the parameter does",
+        "experts read what moves",
+        PARAMETERS,
+        "test_experts_move_with_all_that_is_theirs",
+        (Edit(MOVED, "flat = memory(name, index).view(-1)[at:]", "flat = memory(name, index).view(-1)"),),
+    ),
+    Mutation(
+        "a window does not begin with what was loaded",
+        "experts read what moves",
+        PARAMETERS,
+        "test_experts_move_with_all_that_is_theirs",
+        (Edit(MOVED, "memory(name, index).view(-1).copy_(bytes_)", "memory(name, index).view(-1)"),),
+    ),
+    Mutation(
+        "experts with gaps between them are taken",
+        "experts read what moves",
+        PARAMETERS,
+        "test_what_cannot_move",
+        (Edit(MOVED, "== slots and _dense(tensor)", "== slots"),),
     ),
 )

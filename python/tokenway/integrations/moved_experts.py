@@ -210,7 +210,7 @@ class _Moving:
                 if places[storage][0] != index or places[storage][2] != name:
                     raise tw.Unsupported(f"{name} of layer {index} shares its memory with other weights of experts")
         for part in _tensors_in([holder, list(layers)]):
-            place = places.get(part.untyped_storage().data_ptr()) if part.device.type != "meta" else None
+            place = places.get(_memory_of(part))
             if place is None:
                 continue
             index, size, name, begin = place
@@ -243,6 +243,14 @@ class _Moving:
             flat = memory(name, index).view(-1)[at:]
             whole = flat[: flat.numel() // part.element_size() * part.element_size()].view(part.dtype)
             part.data = whole.as_strided(shape, stride, whole.storage_offset())
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    """Where a tensor's storage begins; None of those that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _span(tensor: Tensor) -> int:
