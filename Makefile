@@ -86,7 +86,8 @@ test-py:  ## Python on the CPU
 	@$(SOME) $(TREE) $(STAGE) "Python tests" $(PY) -m pytest tests/py $(APART:%=--ignore=%) $(SOME_PY)
 
 # Integrations whose packages no other test has: in .venv/frameworks and .venv/sglang.
-APART = $(addprefix tests/py/test_,torchtitan.py vllm.py vllm_graphs.py bench_vllm.py sglang.py)
+APART = $(addprefix tests/py/test_,torchtitan.py vllm.py vllm_graphs.py vllm_eplb.py bench_vllm.py \
+  sglang.py sglang_eplb.py)
 test-frameworks:  ## integrations with packages of their own: torchtitan, vLLM, SGLang
 	@$(SETUP) run test apart
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)

@@ -109,9 +109,9 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
     # how does a framework run it that calls another library
-    "plugins": ("integrations/sglang", {"compat", "integrations", "package"}),
+    "plugins": ("integrations/sglang integrations/sglang_eplb", {"compat", "integrations", "package"}),
     # how does a framework run it; nothing but the last, the next and bench imports this room
-    "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks", "native"}),
+    "integrations": ("integrations/", {"package", "faces", "pytorch", "ranks", "native", "balance"}),
     # how does code run that calls another library; nothing but plugins and bench imports this room
     "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
     # how fast is it; no other room but the command line knows of it
@@ -138,10 +138,13 @@ NEEDS_TORCH |= {
         "groups",
         "low_latency",
         "megatron_layer",
+        "moved_experts",
         "rank_major",
         "rank_rows",
+        "sglang_eplb",
         "torchtitan_dispatcher",
         "transformers_experts",
+        "vllm_eplb",
         "vllm_layers",
     )
 }

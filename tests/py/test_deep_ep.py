@@ -175,8 +175,8 @@ MUTATIONS = {
     "a row off by one": ('return whole["tokens"], ', 'return whole["tokens"].roll(1, 0), ', "bfloat16"),
     "weights 2 % off": ('whole["ids"] < 0, 0)', 'whole["ids"] < 0, 0).mul_(1.02)', "bfloat16"),
     "ids off by one rank": (
-        "view.route(ids, weights)",
-        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8), weights)",
+        "view.route(ids, weights,",
+        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8), weights,",
         "top 5",
     ),
     "weights of other ranks' experts": ('whole["weights"].masked_fill_(whole["ids"] < 0, 0)', "pass", "float32"),

@@ -149,7 +149,7 @@ MUTATIONS = {
         "bfloat16",
     ),
     "weights 2 % off": ('"weights": weights,', '"weights": weights * 1.02,', "bfloat16"),
-    "ids off by one rank": ("view.route(ids)", "view.route(torch.where(ids < 0, ids, (ids + 4) % 8))", "fp8"),
+    "ids off by one rank": ("view.route(ids,", "view.route(torch.where(ids < 0, ids, (ids + 4) % 8),", "fp8"),
     "scales off by one": (
         "rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)",
         "rows, beside[SCALES] = tw.quantize_fp8(x * (1 + torch.arange(len(x), device=x.device).view(-1, 1) % 2), True)",

@@ -49,7 +49,7 @@ def judge(ranks: list[dict[str, Any]]) -> None:
 MUTATIONS = {
     "a row off by one": ('return whole["tokens"], ', 'return whole["tokens"].roll(1, 0), '),
     "weights 2 % off": ('whole["ids"] < 0, 0)', 'whole["ids"] < 0, 0).mul_(1.02)'),
-    "ids off by one rank": ("view.route(ids, weights)", "view.route((ids + 2) % 4, weights)"),
+    "ids off by one rank": ("view.route(ids, weights,", "view.route((ids + 2) % 4, weights,"),
     "gradients of weights 2 % off": ("return out, beside.combine(", "return out, 1.02 * beside.combine("),
 }
 

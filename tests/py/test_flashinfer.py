@@ -90,6 +90,20 @@ def dispatched(comm: Any) -> None:
     comm.dispatch(*ones(), max_tokens_per_rank=2)
 
 
+def statistics(comm: Any, rank: int) -> list[Any]:
+    """What ranks are told of each other's loads beside three dispatches, of which the second has none."""
+    import torch
+
+    told = []
+    for turn, dtype in enumerate((torch.int32, None, torch.float32)):
+        mine = None if dtype is None else torch.arange(5, device=here()).to(dtype) + 10 * rank + turn
+        came = comm.dispatch(*ones(), max_tokens_per_rank=2, eplb_local_stats=mine)
+        gathered = came.eplb_gathered_stats
+        told.append(None if gathered is None else (str(gathered.dtype), gathered.tolist()))
+        told.append(float(comm.combine(came.hidden_states).sum()))
+    return told
+
+
 def refused(comm: Any) -> list[Any]:
     """What ranks are told of calls that are wrong on both; after each of them the right ones go on."""
     import torch
@@ -111,7 +125,7 @@ WRONG_DISPATCHES: dict[str, tuple[Any, str, str]] = {
     "tokens": (lambda x, ids, scales: {"x": x[0]}, "InvalidArgument", r"^tokens has shape \[32\]; it must have two"),
     "scales": (lambda x, ids, scales: {"scales": scales[0]}, "InvalidArgument", r"^scales has shape \[3\]; it must"),
     "dtype": (lambda x, ids, scales: {"x": x + 0j}, "InvalidArgument", "complex64"),
-    "statistics": (lambda x, ids, scales: {"stats": x}, "NotImplementedError", "eplb_local_stats"),
+    "statistics": (lambda x, ids, scales: {"stats": x}, "InvalidArgument", r"^eplb_local_stats has shape \[2, 32\]"),
 }
 # ... and to a combine
 WRONG_ROWS: dict[str, tuple[tuple[int, ...], str]] = {
@@ -203,6 +217,7 @@ def rank_main(store: str) -> Any:
     found["misplaced"] = misplaced(lambda given: created(flashinfer, torch.float32, given=given), rank)
     found["refused"] = refused(of["float32"])
     found["after"] = exchanged(of["float32"], "float32", rank)
+    found["statistics"] = attempt(statistics, of["float32"], rank)
     for mutation, (old, new, case) in MUTATIONS.items():
         comm = created(mutant(old, new), getattr(torch, CASES[case].dtype), "mutant")
         found[mutation] = attempt(exchanged, comm, case, rank)
@@ -239,6 +254,15 @@ def test_one_group_serves_all(ran) -> None:
         assert "tokenway" in found["backends"]
 
 
+def test_statistics(ran) -> None:
+    """Those of each rank come to all, of any dtype, in the order of ranks; the rows come as ever."""
+    for found in ran:
+        first, out, none, again, third, last = found["statistics"]
+        assert first == ("torch.int32", [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]])
+        assert none is None and third == ("torch.float32", [[2, 3, 4, 5, 6], [12, 13, 14, 15, 16]])
+        assert out == again == last == 2 * 2 * HIDDEN  # two tokens, each of which goes to both ranks
+
+
 def test_the_guide(ran) -> None:
     """Its program, whose experts double what they get."""
     for rank, found in enumerate(ran):
@@ -252,7 +276,7 @@ def test_what_is_refused(ran) -> None:
         for told in (alone, none_left):
             said(told, "InvalidUsage", "a combine comes without a dispatch before it")
         said(twice, "InvalidUsage", "a dispatch follows another one without a combine")
-        said(stats, "NotImplementedError", "eplb_local_stats")
+        said(stats, "InvalidArgument", r"^eplb_local_stats has shape \[2, 32\]; it must be \[S\]")
     judge("float32", [found["after"] for found in ran])
 
 

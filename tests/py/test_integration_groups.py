@@ -440,17 +440,21 @@ def test_versions_that_are_supported(monkeypatch) -> None:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_close_that_raises(torch: Any, closed: bool) -> None:
-    """A group that is closed all the same is forgotten, with what was left open, and one that is not is still there."""
+    """A group that is closed all the same is forgotten, with what was left open, and one that is not is still there.
+    Threads that users have in it have ended before, once."""
     from tokenway.integrations.groups import OpenCombines, SharedGroup
+
+    ended: list[int] = []
 
     class Group:
         def close(self) -> None:
+            assert ended == [1]
             self.closed = closed
             raise tw.CallMismatch("another rank creates a group")
 
     shared = object.__new__(SharedGroup)
     shared._views, shared.group, shared.open = {1: None}, Group(), OpenCombines()
-    shared._spare = [(None, 1)]
+    shared._spare, shared.before_close = [(None, 1)], [lambda: ended.append(1)]
     refused: list[int] = []
     shared.open.add(0, lambda: refused.append(0))
     with pytest.raises(tw.CallMismatch):

@@ -237,8 +237,8 @@ MUTATIONS = {
         NORMAL, "Normal", 'whole["ids"] < 0, 0)', 'whole["ids"] < 0, 0).mul_(1.02)', "normal",
     ),
     "normal: ids off by one rank": (
-        NORMAL, "Normal", "view.route(ids, weights)",
-        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8), weights)", "normal",
+        NORMAL, "Normal", "view.route(ids, weights,",
+        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8), weights,", "normal",
     ),
     "low latency: a row off by one": (
         LOW_LATENCY, "LowLatency", "rows, beside = x, {TOKEN:", "rows, beside = x.roll(1, 0), {TOKEN:", "low latency",
@@ -247,8 +247,8 @@ MUTATIONS = {
         LOW_LATENCY, "LowLatency", '"weights": weights,', '"weights": weights * 1.02,', "low latency, hooks",
     ),
     "low latency: ids off by one rank": (
-        LOW_LATENCY, "LowLatency", "view.route(ids)",
-        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8))", "low latency, fp8",
+        LOW_LATENCY, "LowLatency", "view.route(ids,",
+        "view.route(torch.where(ids < 0, ids, (ids + 4) % 8),", "low latency, fp8",
     ),
 }  # fmt: skip
 

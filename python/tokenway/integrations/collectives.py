@@ -73,7 +73,7 @@ class Collectives:
     ) -> tuple[Tensor, ...]:
         """rows: [sizes[rank], ...] each. sizes: None: as many of each rank as of this one. out: as many tensors, to
         write to."""
-        with gradients.telling(lambda: self._refuse("all_gatherv")):
+        with gradients.telling(lambda: self.refuse("all_gatherv")):
             sizes = [len(rows[0])] * self.size if sizes is None else self._checked(sizes)
             _check_rows("rows", rows, sizes[self.rank])
         return tuple(self._with_room(rows, sizes).all_gatherv(list(rows), sizes, out=_listed(out)).rows)
@@ -83,7 +83,7 @@ class Collectives:
     ) -> tuple[Tensor, ...]:
         """rows: [sum of sizes, ...] each. sizes: None: an equal share of the rows for each rank. out: as
         `all_gatherv`."""
-        with gradients.telling(lambda: self._refuse("reduce_scatterv")):
+        with gradients.telling(lambda: self.refuse("reduce_scatterv")):
             if sizes is None:
                 share, over = divmod(len(rows[0]), self.size)
                 if over:
@@ -106,8 +106,8 @@ class Collectives:
             raise tw.InvalidArgument.of("sizes", told)
         return sizes
 
-    def _refuse(self, name: str) -> None:
-        """Tells peers that this rank cannot make a call. If there is no group yet, they are not told."""
+    def refuse(self, name: str) -> None:
+        """Tells peers that this rank cannot make a call of that name. If there is no group yet, they are not told."""
         if self.shared.group is not None:
             gradients.refuse(getattr(self.shared.group, name))
 

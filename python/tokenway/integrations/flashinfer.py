@@ -13,6 +13,8 @@ docs/FRAMEWORKS.md says what works, and what ranks must do alike.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tokenway import InvalidArgument
@@ -43,6 +45,7 @@ def register(name: str = "tokenway") -> type:
             from tokenway.integrations.rank_major import RankMajor
 
             _check_place(bootstrap)
+            self.process_group = bootstrap.process_group
             shared = _shared(bootstrap, params, timeout, device)
             row = params.dispatch_bytes_per_token
             self.exchange = RankMajor(shared, params.max_tokens_per_rank, params.token_dtype, params.hidden_size, row)
@@ -62,12 +65,13 @@ def register(name: str = "tokenway") -> type:
             max_tokens_per_rank: int | None = None,
             eplb_local_stats: Any = None,
         ) -> Any:
-            """As FlashInfer documents it; eplb_local_stats are not gathered."""
-            with self.exchange.telling(max_tokens_per_rank):
-                if eplb_local_stats is not None:
-                    raise NotImplementedError("eplb_local_stats are given, and Tokenway gathers none beside a dispatch")
+            """As FlashInfer documents it; eplb_local_stats [S] of any dtype, on all ranks or none, take a step more."""
             given = hidden_states, topk_ids, topk_weights, hidden_states_scale, max_tokens_per_rank
-            received = self.exchange.dispatch(*given)
+            told = Statistics(self.process_group, hidden_states.device, self.ep_size, eplb_local_stats)
+            with told.telling():
+                with self.exchange.telling(max_tokens_per_rank):
+                    told.check()
+                received = self.exchange.dispatch(*given)
             scales = None if hidden_states_scale is None else received.payloads["scales"].flatten(0, 1)
             return MoEEpDispatchResult(
                 hidden_states=received.tokens.flatten(0, 1),
@@ -75,6 +79,7 @@ def register(name: str = "tokenway") -> type:
                 topk_weights=None if topk_weights is None else received.weights.flatten(0, 1),
                 tokens_per_rank=received.tokens.shape[1],
                 hidden_states_scale=scales,
+                eplb_gathered_stats=told.gathered(),
             )
 
         def combine(self, expert_output: Any, *, output: Any = None) -> Any:
@@ -82,6 +87,43 @@ def register(name: str = "tokenway") -> type:
             return self.exchange.combine(expert_output, output)
 
     return TokenwayCommunication
+
+
+class Statistics:
+    """What a rank tells the others beside a dispatch: values [S], or None. By a step of its own behind it, which a rank
+    that cannot make the dispatch leaves out, as its peers do, which learn of it in theirs; or refuses, if they learn of
+    it later."""
+
+    def __init__(self, process_group: Any, device: Any, size: int, values: Any):
+        self._values, self._size = values, size
+        self._gathers: Any = None
+        if values is not None:
+            from tokenway.integrations import collectives, groups
+
+            self._gathers = collectives.of(groups.resolved(process_group), device)
+
+    def check(self) -> None:
+        """Raises InvalidArgument unless they are [S]."""
+        if self._values is not None and self._values.dim() != 1:
+            told = f"has shape {list(self._values.shape)}; it must be [S], as many on all ranks"
+            raise InvalidArgument.of("eplb_local_stats", told)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a dispatch."""
+        try:
+            yield
+        except Exception:
+            group = None if self._gathers is None else self._gathers.shared.group
+            if group is not None and group.native.place.learns_late:
+                self._gathers.refuse("all_gatherv")
+            raise
+
+    def gathered(self) -> Any:
+        """[N, S]: those of all ranks. A step of all ranks. Errors: as `Group.all_gatherv`."""
+        if self._values is None:
+            return None
+        return self._gathers.all_gatherv([self._values[None].contiguous()], [1] * self._size)[0]
 
 
 def _check_place(bootstrap: Any) -> None:

@@ -121,6 +121,7 @@ class SharedGroup:
         self.group: tw.Group | None = None  # None until it is needed
         self._spare: list[tuple[Any, int]] = []  # handles whose calls are over, and the room that they have
         self.open = OpenCombines()  # for users that make a dispatch and its combine in two calls
+        self.before_close: list[Callable[[], None]] = []  # of users that have threads in the group
 
     @property
     def steps(self) -> int:
@@ -151,12 +152,13 @@ class SharedGroup:
             view = self._views[kind] = TypedGroup(group, rows)
         return view
 
-    def route(self, view: TypedGroup, ids: Any, weights: Any = None) -> Any:
+    def route(self, view: TypedGroup, ids: Any, weights: Any = None, layer: int = 0) -> Any:
         """As `TypedGroup.route` of one of the group's views; into a handle that was kept, where there is one: making it
-        takes longer than its dispatch, and what its dispatches show has been looked at before."""
+        takes longer than its dispatch, and what its dispatches show has been looked at before. layer: 0 but in groups
+        of a `Placement`, which keep none."""
         spare = self._spare
-        if not spare or gradients.capturing(view.group):  # a graph's handle is its own
-            return view.route(ids, weights)
+        if layer or not spare or gradients.capturing(view.group):  # a graph's handle is its own
+            return view.route(ids, weights, layer=layer)
         stream, room = view.group.native.place.stream(), view.max_tokens
         for i in range(len(spare) - 1, -1, -1):
             handle, known = spare[i]
@@ -169,9 +171,10 @@ class SharedGroup:
 
     def keep(self, handle: Any, room: int) -> None:
         """For `route`: a handle that was combined, and that nobody will use again; what its dispatch has shown ends
-        with the next one. room: `max_tokens` of its view when it was routed. Does nothing in a capture."""
+        with the next one. room: `max_tokens` of its view when it was routed. Does nothing in a capture, nor in groups
+        of a `Placement`: a handle is of one layer, and where maps move none may live on."""
         view = handle.group
-        if view.group is self.group and not gradients.capturing(view.group):
+        if self.settings.get("expert_map") is None and view.group is self.group and not gradients.capturing(view.group):
             self._spare.append((handle, room))
             del self._spare[:-_SPARE]
 
@@ -179,6 +182,7 @@ class SharedGroup:
         """Collective: closes the group, which is made anew if it is needed again."""
         try:
             if self.group is not None:
+                self._settle()
                 self.group.close()
         finally:  # it may raise of a group that is closed all the same, or is still there to be closed
             if self.group is None or self.group.closed:
@@ -190,9 +194,14 @@ class SharedGroup:
     def give_up(self) -> None:
         """The same without asking the other ranks. Those that wait get PeerAborted."""
         if self.group is not None:
+            self._settle()
             with suppress(tw.TokenwayError):  # which it raises while another thread is in a call of it
                 self.group.abort()
                 self.close()
+
+    def _settle(self) -> None:
+        while self.before_close:
+            self.before_close.pop()()
 
     def _make(self, rows: tw.RowType, max_tokens: int, combine_room: int) -> tw.Group:
         peers = self._peers()

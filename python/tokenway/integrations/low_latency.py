@@ -75,7 +75,7 @@ class LowLatency:
     once; none holds a lane once it is complete, so combines may follow in any order, and twice.
 
     peers: those of the process group. experts, top_k: of the routings. names: of arguments, in errors. dtypes: that
-    rows may have before they are quantised."""
+    rows may have before they are quantised. settings: further ones of the group."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class LowLatency:
         top_k: int,
         names: Names = DEEP_EP,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+        **settings: Any,
     ):
         self.experts, self.top_k = experts, top_k
         self._names, self._dtypes = names, dtypes
-        self.shared: SharedGroup = peers.shared(
-            experts=experts, top_k=top_k, mode="low_latency", combine_rows="per_expert", lanes=2
-        )
+        settings = {"mode": "low_latency", "combine_rows": "per_expert", "lanes": 2} | settings
+        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, **settings)
         self._views = Views(self.shared)
         self._told: list[Tensor] = []  # all that there were: captured graphs read them as long as they are replayed
         self._told_to: dict[int, Tensor] = {}  # of the last of them, so many rows
@@ -118,9 +118,11 @@ class LowLatency:
         packed: bool,
         send_only: bool,
         sm_limit: int = 0,
+        layer: int = 0,
     ) -> tuple[Sent, Tensor, Tensor | None, Callable[[], None]]:
         """Sends rows [T, H] of one of the dtypes to their experts, quantised before if fp8. ids: [T, K] int32 or int64,
-        -1 for none. bound: b, alike on all ranks, T at most. sm_limit: as of `Group.dispatch`. Returns (the dispatch;
+        -1 for none. bound: b, alike on all ranks, T at most. sm_limit: as of `Group.dispatch`. layer: whose map ids go
+        by, in a group that has maps; rows come by the slots of this rank then. Returns (the dispatch;
         rows [L, N * b, H]; for fp8 scales [L, N * b, S], by column, else None; what receives them: done already, unless
         send_only). A step of all ranks. Errors: as `Group.dispatch`."""
         with gradients.telling(partial(self.refuse, bound)):
@@ -135,7 +137,7 @@ class LowLatency:
             rows, beside = x, {TOKEN: self.told(len(x), view)}
             if fp8:
                 rows, beside[SCALES] = tw.quantize_fp8(x, power_of_two, packed=packed)
-            handle = view.route(ids)
+            handle = view.route(ids, layer=layer)
             made = self._outputs(view, (x.shape[-1], x.dtype, scales, bound))
         try:
             by_column = [SCALES] if fp8 else None

@@ -85,11 +85,12 @@ class RankRows:
 
     In slots, of which all ranks know the number, a dispatch is one step, never waits for the device, and can be
     captured; else it is two, and the host waits for the number of rows. peers: of the process group. experts, top_k: of
-    the routings."""
+    the routings. settings: further ones of the group."""
 
-    def __init__(self, peers: Peers, experts: int, top_k: int):
+    def __init__(self, peers: Peers, experts: int, top_k: int, **settings: Any):
         self.top_k = top_k
-        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="auto", id_space="global", lanes=2)
+        settings = {"mode": "auto", "id_space": "global", "lanes": 2} | settings
+        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, **settings)
         self._views = Views(self.shared)
         self._last: TypedGroup | None = None
 
@@ -104,12 +105,13 @@ class RankRows:
         room: int,
         send_only: bool,
         sm_limit: int = 0,
+        layer: int = 0,
     ) -> Arriving:
         """Sends rows [T, C] of any dtype, with scales [T, S] of any dtype beside them. ids: [T, K] int32 or int64, -1
         for none; weights: [T, K] of any floating dtype. results: dtype and H of what experts return. bound: the largest
         T of all ranks, where all know it, else None. room: no rank has more tokens, alike on all; the group is made,
         and grows, for so many, which is collective. send_only: rows are received by what is returned, else they
-        have come.
+        have come. layer: whose map ids go by, in a group that has maps; received ids are places in it.
 
         A step of all ranks, or two. Errors: as `Group.route` and `Group.dispatch`, of which peers hear at once."""
         with gradients.telling(partial(self.refuse, bound)):
@@ -126,7 +128,7 @@ class RankRows:
             most = room if bound is None else bound
             if len(rows) > most:
                 raise tw.InvalidArgument.of("a1", f"has {len(rows)} rows; it must have at most {most}, as ranks know")
-            handle = self.shared.route(view, ids, weights.float())
+            handle = self.shared.route(view, ids, weights.float(), layer)
         arriving = Arriving(self.shared, view, handle)
         try:
             if not low:

@@ -56,7 +56,9 @@ def register() -> None:
     server does it by `plugin`. Not collective; on every rank, before the first forward pass. Does nothing the second
     time.
 
-    Errors: Unsupported, which names the versions, where SGLang or PyTorch is missing, too old or too new."""
+    Errors: Unsupported, which names the versions, where SGLang or PyTorch is missing, too old or too new;
+    InvalidArgument for another value of TOKENWAY_BALANCE than 0, 1 and "framework", which say who moves experts
+    (sglang_eplb)."""
     _register()
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -69,8 +71,12 @@ def _register() -> None:
     if _registered:
         return
     supported.check_framework("sglang", LEAST, BELOW)
+    from tokenway.integrations import moved_experts
+
     _serve_dispatchers()
     _serve_gathers()
+    if moved_experts.asked():
+        _serve_balancer()
     _registered = True
 
 
@@ -99,6 +105,16 @@ def _serve_gathers() -> None:
         dp_attention._USE_DP_GATHERV = True
     for name, hook in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
         HookRegistry.register(f"{_COORDINATOR}.{name}", hook, HookType.AROUND)
+
+
+def _serve_balancer() -> None:
+    """Hooks SGLang's balancer, whose experts Tokenway's moves then (TOKENWAY_BALANCE)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tokenway.integrations import sglang_eplb
+
+    for target, name in sglang_eplb.HOOKS.items():
+        HookRegistry.register(target, getattr(sglang_eplb, name), HookType.AROUND)
 
 
 def _all_gatherv(original: Any, group: Any, input_: Any, sizes: Any = None, output: Any = None) -> Any:

@@ -10,6 +10,7 @@ docs/FRAMEWORKS.md says what works, and what ranks must do alike.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -28,7 +29,7 @@ NAMES = {
     "tokenway_low_latency": "deepep_low_latency",
 }
 
-_kept: list[tuple[Any, str, Any]] = []  # module, name, and what vLLM had there, if anything
+_kept: list[tuple[Any, str, Any]] = []  # module or class, name, and what vLLM had there, if anything
 _MISSING = object()
 
 
@@ -51,10 +52,14 @@ def register() -> None:
     """Puts Tokenway's classes in the place of vLLM's for DeepEP and FlashInfer in this process, so that
     `--all2all-backend deepep_high_throughput`, `deepep_low_latency` and `flashinfer_nvlink_one_sided` are Tokenway's.
     Before vLLM makes its process groups; not collective; on every rank. Does nothing the second time. Errors:
-    Unsupported, which names the versions, where vLLM or PyTorch is missing, too old or too new."""
+    Unsupported, which names the versions, where vLLM or PyTorch is missing, too old or too new; InvalidArgument for
+    another value of TOKENWAY_BALANCE than 0, 1 and "framework", which say who moves experts (vllm_eplb)."""
     _check()
     if _kept:
         return
+    from tokenway.integrations import moved_experts
+
+    balanced = moved_experts.asked()
     from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
@@ -78,6 +83,11 @@ def register() -> None:
         _put(all2all_utils, name, made)
     for name in managers:
         _put(all2all, name, vllm_layers.TokenwayManager)
+    if balanced:
+        from tokenway.integrations import vllm_eplb
+
+        for owner, name, made in vllm_eplb.places():
+            _put(owner, name, made)
 
 
 def unregister() -> None:
@@ -124,5 +134,5 @@ def _check() -> None:
 
 
 def _put(module: Any, name: str, made: Any) -> None:
-    _kept.append((module, name, getattr(module, name, _MISSING)))
+    _kept.append((module, name, inspect.getattr_static(module, name, _MISSING)))
     setattr(module, name, made)

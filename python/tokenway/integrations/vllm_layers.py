@@ -32,6 +32,7 @@ from tokenway.integrations.rank_rows import SUMMED, Arriving, RankRows
 from tokenway.pytorch import gradients
 
 _NAMES = Names("a1", "topk_ids", "topk_weights", "fused_expert_output", "max_tokens_per_rank")
+_KIND: dict[str, Any] = {"names": _NAMES, "dtypes": SUMMED}  # of LowLatency
 
 
 class TokenwayManager(All2AllManagerBase):
@@ -61,9 +62,12 @@ class TokenwayManager(All2AllManagerBase):
         """That of all layers that route alike. Not collective: its group is made in the first call."""
         key = kind, device, experts, top_k
         if key not in self._exchanges:
-            peers = groups.of(self.cpu_group, device=device)
-            self._exchanges[key] = kind(peers, experts, top_k, **settings)
+            self._exchanges[key] = kind(self.peers(device), experts, top_k, **settings)
         return self._exchanges[key]
+
+    def peers(self, device: torch.device) -> groups.Peers:
+        """The ranks, on such devices. Not collective."""
+        return groups.of(self.cpu_group, device=device)
 
     def begin(self) -> int:
         """Before a dispatch: the number of the micro-batch. A combine that it has left out, as experts raised, is
@@ -80,6 +84,23 @@ class _Tokenway(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._manager, self._num_dispatchers = buffer, num_dispatchers
         self._under_way: dict[int, Any] = {}  # by micro-batch: dispatched, not combined yet
+        self._moving: Any = None  # where experts move, the exchange of their model
+        self._layer = 0
+
+    def make_exchange(self, experts: int, top_k: int, row: Tensor, **settings: Any) -> Any:
+        """For `follow`, with its group: that of all layers of a model, alike on all ranks. row: as layers are given
+        them, [H]. settings: further ones of the group. Collective."""
+        raise NotImplementedError
+
+    def follow(self, exchange: Any, layer: int) -> None:
+        """Dispatches go by this exchange from now on, whose ids are those of logical experts, by the map of a layer of
+        its; experts get rows by their slots, which for vLLM are physical experts."""
+        self._moving, self._layer = exchange, layer
+
+    def _exchange(self, kind: Any, a1: Tensor, experts: int, topk_ids: Tensor, **settings: Any) -> Any:
+        if self._moving is not None:
+            return self._moving
+        return self._manager.exchange(kind, a1.device, experts, topk_ids.shape[1], **settings)
 
     def num_dispatchers(self) -> int:
         """N, ranks of the expert-parallel group."""
@@ -166,6 +187,12 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
         """[R, H], and what each row has chosen."""
         return mk.FusedMoEActivationFormat.Standard
 
+    def make_exchange(self, experts: int, top_k: int, row: Tensor, **settings: Any) -> RankRows:
+        """As that of the base."""
+        exchange = RankRows(self._manager.peers(row.device), experts, top_k, **settings)
+        exchange.shared.with_room(tw.RowType(len(row), row.dtype), self._manager.max_tokens)
+        return exchange
+
     def topk_indices_dtype(self) -> torch.dtype | None:
         """int32: what experts get."""
         return torch.int32
@@ -195,7 +222,7 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
         of another rank. Errors: as `RankRows.dispatch`."""
         manager = self._manager
         number = manager.begin()
-        exchange = manager.exchange(RankRows, a1.device, num_experts, topk_ids.shape[1])
+        exchange: RankRows = self._exchange(RankRows, a1, num_experts, topk_ids)
         bound = _largest()
         with gradients.telling(partial(exchange.refuse, bound)):
             results = a1.dtype, self._width(a1.shape[-1])
@@ -211,7 +238,7 @@ class TokenwayStandardPrepareAndFinalize(_Tokenway):
         # Micro-batches alone do something before they receive: without them it is one kernel that sends and receives.
         later_on = dbo_enabled()
         arriving = exchange.dispatch(
-            rows, scales, topk_ids, topk_weights, results, bound, room, later_on, sm_limit=manager.sm_limit
+            rows, scales, topk_ids, topk_weights, results, bound, room, later_on, manager.sm_limit, self._layer
         )
         hook = self._sent(number, arriving, arriving.receive if later_on else None, arriving.refuse)
         return hook, partial(self._received, arriving, num_experts, quant_config, later)
@@ -325,6 +352,12 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
         """[L, N * b, H], and how many rows each expert has."""
         return mk.FusedMoEActivationFormat.BatchedExperts
 
+    def make_exchange(self, experts: int, top_k: int, row: Tensor, **settings: Any) -> LowLatency:
+        """As that of the base."""
+        exchange = LowLatency(self._manager.peers(row.device), experts, top_k, **_KIND, **settings)
+        exchange.view(len(row), row.dtype, None, self._most)
+        return exchange
+
     def topk_indices_dtype(self) -> torch.dtype | None:
         """int64, or else int32 as they are."""
         return torch.int64
@@ -349,8 +382,7 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
         waits for a device. Errors: as `LowLatency.dispatch`, of which peers hear at once."""
         manager = self._manager
         number = manager.begin()
-        settings = {"names": _NAMES, "dtypes": SUMMED}
-        exchange: LowLatency = manager.exchange(LowLatency, a1.device, num_experts, topk_ids.shape[1], **settings)
+        exchange: LowLatency = self._exchange(LowLatency, a1, num_experts, topk_ids, **_KIND)
         with gradients.telling(partial(exchange.refuse, self._most)):
             if defer_input_quant:
                 raise tw.Unsupported("defer_input_quant is True; in batches by expert it must be False")
@@ -365,7 +397,7 @@ class TokenwayBatchedPrepareAndFinalize(_Tokenway):
                 topk_ids = torch.where(topk_ids < 0, -1, places)
         later_on = dbo_enabled()  # as of the class above
         sent, rows, scales, receive = exchange.dispatch(
-            a1, topk_ids, self._most, self._fp8, self._packed, self._packed, later_on, sm_limit=manager.sm_limit
+            a1, topk_ids, self._most, self._fp8, self._packed, self._packed, later_on, manager.sm_limit, self._layer
         )
         refuse = partial(gradients.refuse_combine, sent.handle, sent.view)
         hook = self._sent(number, sent, receive if later_on else None, refuse)

@@ -16,7 +16,7 @@ from tokenway.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenway.compat.deep_ep.handles import LowLatencyHandle, NormalHandle, routing_of, sent_of
 from tokenway.compat.deep_ep.normal import Normal, Rows
 from tokenway.integrations import groups
-from tokenway.integrations.low_latency import Once
+from tokenway.integrations.low_latency import LowLatency, Once
 from tokenway.pytorch.gradients import refuse_combine, telling
 
 
@@ -282,7 +282,7 @@ class Buffer:
         it is called, which waits for that then; two calls may be under way. A step of all ranks. Errors: as
         `dispatch`, but that on a CUDA device no host waits here: those of a device are told by `check` alone."""
         here, peers = self._ranks(x.device)
-        exchange = here.low_latency(peers, num_experts, topk_idx.shape[-1])
+        exchange = self._low_latency(here, peers, num_experts, topk_idx.shape[-1])
         with telling(partial(exchange.refuse, num_max_dispatch_tokens_per_rank)):
             _leave_out(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
         inputs = x, topk_idx, cumulative_local_expert_recv_stats
@@ -329,6 +329,10 @@ class Buffer:
             call.gives(combined)
         hook = partial(_receive, here, call.stream, receive) if return_recv_hook else None
         return combined, call.event, hook
+
+    def _low_latency(self, here: ranks.Ranks, peers: groups.Peers, experts: int, top_k: int) -> LowLatency:
+        """The exchange of a dispatch."""
+        return here.low_latency(peers, experts, top_k)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
         """[L, N * b, H] bfloat16, for the rows of a combine with zero_copy: a tensor like any other, of which Tokenway

@@ -95,11 +95,12 @@ class Exchange:
     """Calls that route alike, of all Buffers of a process group: over one group, as rows of several types see it. It
     holds no lane between calls, so these may follow in any order.
 
-    peers: those of the process group. experts, top_k: of the routings."""
+    peers: those of the process group. experts, top_k: of the routings. settings: further ones of the group."""
 
-    def __init__(self, peers: Peers, experts: int, top_k: int):
+    def __init__(self, peers: Peers, experts: int, top_k: int, **settings: Any):
         self.experts, self.top_k = experts, top_k
-        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, mode="high_throughput", id_dtype="int64")
+        settings = {"mode": "high_throughput", "id_dtype": "int64"} | settings
+        self.shared: SharedGroup = peers.shared(experts=experts, top_k=top_k, **settings)
         self._views = Views(self.shared)
 
     @property
@@ -128,15 +129,21 @@ class Normal(Exchange):
     # ---------------------------------------------------------------------------------------------------- routings
 
     def route(
-        self, rows: Rows, choices: Callable[[], Tensor], weights: Tensor | None, limit: int, sm_limit: int
+        self,
+        rows: Rows,
+        choices: Callable[[], Tensor],
+        weights: Tensor | None,
+        limit: int,
+        sm_limit: int,
+        layer: int = 0,
     ) -> Routing:
         """Ranks tell each other how many rows will come. A step of all ranks, in which the host waits for what it
         brings, but in a capture; and where a rank has more tokens than there is room for, or cannot make the call, two
         more, in which ranks learn that, and the group grows.
 
         choices: returns [T, K] int64, -1 for none; what it raises, peers are told of. weights: [T, K] float32, or None.
-        limit: most rows that come, 0: as many as do. Errors: InvalidArgument, on the other ranks PeerRefused;
-        RecvOverflow on all."""
+        limit: most rows that come, 0: as many as do. layer: whose map ids go by, in a group that has maps. Errors:
+        InvalidArgument, on the other ranks PeerRefused; RecvOverflow on all."""
         for _ in range(2):
             handle, problem = None, None
             try:
@@ -147,7 +154,7 @@ class Normal(Exchange):
                     if tokens > view.max_tokens:
                         told = f"are {tokens}, and the group has room for {view.max_tokens}"
                         raise _NoRoom(f"tokens {told}: make the largest call once before the capture")
-                    handle = view.route(ids, weights)
+                    handle = view.route(ids, weights, layer=layer)
                     most = min(limit, view.max_recv_rows) or None
                     if most is None and gradients.capturing(view.group):
                         told = "is 0; while a graph is captured it must be the most rows that may come"
