@@ -248,7 +248,7 @@ MOVING_MUTATIONS = (
         "M6",
         BALANCED,
         "test_failed_copies",
-        (Edit(COPIES, "return any(each.done() and each.exception() is not None", "return any(False"),),
+        (Edit(COPIES, "if each.done() and each.exception()), None)", "if False), None)"),),
     ),
     Mutation(
         "an expert is given up by all ranks at once",

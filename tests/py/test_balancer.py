@@ -136,6 +136,20 @@ def await_plan(balancer: balance.Balancer) -> None:
         balancer._planning.exception()
 
 
+def await_board(env: Any, balancer: balance.Balancer) -> None:
+    """Likewise, and where a plan travels in a message, that is there before the next step. Collective."""
+    await_plan(balancer)
+    if balancer.weights.messages is None:
+        return
+    told = env.backend.tensor(np.array([[balancer._told]], np.float32))
+    number = env.backend.array(balancer.group.all_gatherv(told, bound=1).rows)[0, 0]
+    while env.rank != 0 and number > 0:
+        board = balancer._copies.read_board(0)
+        if board is not None and np.frombuffer(board, np.int64, 2)[1] >= number:
+            return
+        time.sleep(0.001)
+
+
 def await_threads(balancer: balance.Balancer) -> None:
     """Likewise, and copies that were begun."""
     await_plan(balancer)
@@ -162,12 +176,13 @@ def balanced(
                     kept = None  # its end: what it used may be filled again
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
-                await_plan(balancer)
+                await_board(env, balancer)
                 if late != env.rank or step % 3 == 0:
                     balancer.step()
                 imbalances.append(imbalance(group, balancer, step))
             for step in range(steps, steps + 48):  # what is open comes to its end
                 balancer.paused = True
+                await_board(env, balancer)
                 await_threads(balancer)
                 balancer.step()
                 for layer in range(LAYERS):

@@ -189,9 +189,11 @@ class Balancer:
                 while each.pieces and each.pieces[0][3] <= left and not each.failed:
                     left -= each.pieces[0][3]
                     self._copies.begin(each.number, each.pieces.popleft())
-                each.failed = each.failed or self._copies.failed(each.number)
+                problem = self._copies.problem(each.number)
             except TokenwayError as error:
-                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, error)
+                problem = error
+            if problem is not None and not each.failed:
+                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, problem)
                 each.failed = True
             if not each.failed and (each.pieces or not self._copies.ended(each.number)):
                 return
