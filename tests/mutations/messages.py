@@ -19,7 +19,7 @@ MESSAGES_MUTATIONS = (
         "M1",
         MOVED,
         "test_a_peer_that_brings_nothing",
-        (Edit(MESSAGES, "            self._forget(self._known.pop(rank, None))\n", ""),),
+        (Edit(MESSAGES, "            self._forget(known.pop(rank, None))\n", ""),),
     ),
     Mutation(
         "a peer may take its time",

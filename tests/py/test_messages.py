@@ -292,8 +292,11 @@ def test_a_peer_that_brings_nothing(ends) -> None:
     give = one.memory.give
     one.memory.give = lambda at, size, send: (send(one.memory._bytes[:4]), gate.wait(), send(one.memory._bytes[4:size]))
     late = messages.Messages(other.server, other.memory, [one.server.door], 0.05)
+    end = threading.Timer(harness.AT_ONCE, gate.set)  # who waits longer than the limit gets it all
+    end.start()
     with pytest.raises(tw.SystemFailure, match="weights of rank 0 did not come: timed out"):
         late.pull(0, 0, 0, 100)
+    end.cancel()
     gate.set()
     one.memory.give = give
     late.pull(0, 0, 200, 8)  # by another connection

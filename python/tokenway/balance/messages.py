@@ -43,7 +43,7 @@ class HostMemory:
 
     def __init__(self, group: Group, view: Any):
         del group
-        self._bytes = memoryview(np.asarray(view))
+        self._bytes = np.asarray(view).data
         self.size = len(self._bytes)
 
     def give(self, at: int, size: int, send: Callable[[Any], object]) -> None:
@@ -211,23 +211,26 @@ class Messages:
     def __init__(self, server: Server, memory: Any, doors: list[Door], limit: float):
         self.server, self.memory = server, memory
         self._doors, self._limit = doors, limit
-        self._known: dict[int, socket.socket] = {}  # by rank, of the thread that pulls
+        self._own = threading.local()  # of each thread that pulls: connections by rank
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def pull(self, rank: int, read: int, write: int, size: int) -> None:
-        """Brings bytes of a rank's weights to this rank's own; by one thread. Errors: SystemFailure where the rank is
-        gone, has brought nothing for too long, or where `cut` is called meanwhile."""
+        """Brings bytes of a rank's weights to this rank's own. Errors: SystemFailure where the rank is gone, brings
+        nothing for too long, or where `cut` is called meanwhile."""
+        if not hasattr(self._own, "known"):
+            self._own.known = {}
+        known: dict[int, socket.socket] = self._own.known
         try:
-            if rank not in self._known:
-                self._known[rank] = self._connect(rank)
-            connection = self._known[rank]
+            if rank not in known:
+                known[rank] = self._connect(rank)
+            connection = known[rank]
             connection.sendall(_ASKED.pack(read, size))
             if _ANSWER.unpack(_read(connection, _ANSWER.size))[0] != size:
                 raise SystemFailure(f"rank {rank} has refused {size} bytes of its weights from {read} on")
             self.memory.take(write, size, lambda part: _fill(connection, part))
         except BaseException as error:
-            self._forget(self._known.pop(rank, None))
+            self._forget(known.pop(rank, None))
             if isinstance(error, OSError) and not isinstance(error, TokenwayError):
                 raise SystemFailure(f"weights of rank {rank} did not come: {error}") from error
             raise
@@ -249,7 +252,7 @@ class Messages:
     def cut(self) -> None:
         """Ends what is under way, from another thread. What is asked for later connects anew."""
         with self._lock:
-            _end(self._open)
+            self._open -= _end(self._open)
 
     def close(self) -> None:
         """Ends it all: peers, too, are brought nothing more from here."""
@@ -326,11 +329,14 @@ def _thread(function: Callable[..., Any], *args: Any) -> None:
     threading.Thread(target=function, args=args, name="tokenway-weights", daemon=True).start()
 
 
-def _end(connections: Iterable[socket.socket]) -> None:
-    """Wakes whoever waits for one of them."""
+def _end(connections: Iterable[socket.socket]) -> set[socket.socket]:
+    """Wakes whoever waits for one of them. Gives those that are ended: others may be about to connect."""
+    ended = set()
     for connection in connections:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
+            ended.add(connection)
+    return ended
 
 
 def _ended(connection: socket.socket) -> bool:
