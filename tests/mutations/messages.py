@@ -69,6 +69,13 @@ MESSAGES_MUTATIONS = (
         (Edit(MESSAGES, "        seen = 0\n", "        seen = self._turn\n"),),
     ),
     Mutation(
+        "what comes to a device does not wait for its steps",
+        "M4",
+        MOVED,
+        "test_a_devices_memory",
+        (Edit(MESSAGES, "            self._stream.wait_event(stream.record_event())\n", "            pass\n"),),
+    ),
+    Mutation(
         "ranks with unlike weights go on",
         "M1",
         MOVED,

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -58,7 +59,7 @@ def dropping(env: harness.Env) -> Any:
     count = iter(range(10**6))
 
     def half(self: Any, at: int, size: int, send: Any) -> None:
-        if env.rank == 0 and next(count) % 3 == 1:
+        if env.rank == 0 and size == np.dtype(np.float32).itemsize * test_balancer.HIDDEN and next(count) % 3 == 1:
             send(self._bytes[at : at + size // 2])
             raise ConnectionError("a connection that breaks")
         give(self, at, size, send)
@@ -351,6 +352,61 @@ def test_boards(ends) -> None:
     one.close()
     second.join(harness.PATIENT)
     assert seen[2] == b"second" and not first.is_alive() and not second.is_alive()
+
+
+class Stream:
+    """Like torch.cuda.Stream, of a device whose copies are done at once. done: what has been asked of all of them."""
+
+    def __init__(self, name: str, done: list[str]):
+        self.name, self.done, self.cuda_stream = name, done, 0
+
+    def record_event(self) -> str:
+        return self.name
+
+    def wait_event(self, event: str) -> None:
+        self.done.append(f"{self.name} behind {event}")
+
+    def synchronize(self) -> None:
+        self.done.append(f"{self.name} ended")
+
+
+def device_of(torch: Any, done: list[str]) -> Any:
+    """What a group says of a device that is the CPU."""
+    names = iter(["moves", "pieces", "more"])
+    cuda = SimpleNamespace(
+        Stream=lambda _: Stream(next(names), done),
+        current_stream=lambda _: Stream("steps", done),
+        stream=lambda stream: nullcontext(done.append(f"on {stream.name}")),
+        device=lambda _: nullcontext(),
+    )
+    fake = SimpleNamespace(
+        cuda=cuda, uint8=torch.uint8, empty=lambda size, dtype, pin_memory: torch.empty(size, dtype=dtype)
+    )
+    return SimpleNamespace(device=0, native=SimpleNamespace(place=SimpleNamespace(torch=fake)))
+
+
+def test_a_devices_memory(torch, monkeypatch) -> None:
+    """Goes through the host's a piece at a time, each of which has come before the next is used; what is taken comes
+    behind the streams of steps."""
+    monkeypatch.setattr(messages, "_PIECE", 64)
+    done: list[str] = []
+    view = torch.arange(200, dtype=torch.uint8)
+    memory = messages.DeviceMemory(device_of(torch, done), view)
+    given: list[bytes] = []
+    memory.give(10, 150, lambda part: given.append(bytes(part)))
+    assert [len(part) for part in given] == [64, 64, 22] and b"".join(given) == bytes(range(10, 160))
+    assert done == ["on pieces", "pieces ended"] * 3
+    done.clear()
+    memory.behind([Stream("lane", done)])
+    rest = memoryview(bytes(range(100, 250)))
+
+    def fill(part: memoryview) -> None:
+        nonlocal rest
+        part[:], rest = rest[: len(part)], rest[len(part) :]
+
+    memory.take(20, 150, fill)
+    assert bytes(view.numpy()) == bytes([*range(20), *range(100, 250), *range(170, 200)])
+    assert done == ["moves behind steps", "moves behind lane", *["on moves", "moves ended"] * 3]
 
 
 def test_a_line() -> None:
