@@ -11,7 +11,7 @@ MESSAGES_MUTATIONS = (
         "an answer that breaks off is whole",
         "M1",
         MOVED,
-        "test_answers_that_break_off",
+        "test_half_an_answer",
         (Edit(MESSAGES, '            raise ConnectionError("the connection is closed")\n', "            return\n"),),
     ),
     Mutation(

@@ -286,6 +286,18 @@ def test_what_is_not_there_is_refused(ends, at, size) -> None:
     ends[1].pull(0, 0, 0, 8)
 
 
+def test_half_an_answer(ends) -> None:
+    """Is none, also where no question follows it."""
+
+    def half(at: int, size: int, send: Any) -> None:
+        send(bytes(size // 2))
+        raise ConnectionError("a connection that breaks")
+
+    ends[0].memory.give = half
+    with pytest.raises(tw.SystemFailure, match="weights of rank 0 did not come: the connection is closed"):
+        ends[1].pull(0, 0, 0, 100)
+
+
 def test_a_peer_that_brings_nothing(ends) -> None:
     """Is given up after so many seconds; what it sends later comes nowhere."""
     gate = threading.Event()
