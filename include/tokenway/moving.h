@@ -61,7 +61,7 @@ TW_API twResult_t twGroupWeights(twGroup_t group, int32_t rank, void** memory, u
 // it is done when the call returns. Whether what is there is whole, and nobody uses what is overwritten, is the
 // caller's affair (twGroupEpochs). Copies must have ended on all ranks before one of them ends the group. From any
 // thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage as twGroupWeights; twUnsupported
-// where ranks have no memory in common.
+// where ranks have no memory in common, behind all other checks: who has weights brought otherwise may ask here first.
 TW_API twResult_t twGroupPull(twGroup_t group, int32_t rank, uint64_t from, uint64_t to, uint64_t bytes, void* stream);
 
 #endif  // TOKENWAY_MOVING_H_

@@ -36,7 +36,7 @@ THREADS = tuple(name for name in FILES if name not in ("usage", "collective_erro
 COUNTED = ("stores", "exchange", "throughput", "collectives")
 STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
-    *("row_types", "auto", "choice_values", "per_expert", "bias"),
+    *("row_types", "auto", "choice_values", "per_expert", "bias", "loads"),
 )
 NOTHING = "CUDA's headers or Boost.Context are missing"
 

@@ -235,7 +235,7 @@ MOVING_MUTATIONS = (
         "M2",
         BALANCED,
         "test_small_pieces",
-        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not begun and self"),),
+        (Edit(BALANCER, "ended = not begun and not each.pieces and self", "ended = not begun and self"),),
     ),
     Mutation(
         "ready before all copies have ended",
@@ -245,8 +245,8 @@ MOVING_MUTATIONS = (
         (
             Edit(
                 BALANCER,
-                "not each.pieces and self._beside.ended(each.number))",
-                "not each.pieces)",
+                "not each.pieces and self._beside.ended(each.number)\n",
+                "not each.pieces\n",
             ),
         ),
     ),
@@ -255,7 +255,7 @@ MOVING_MUTATIONS = (
         "M6",
         BALANCED,
         "test_failed_copies",
-        (Edit(COPIES, "return any(each.done() and each.exception() is not None", "return any(False"),),
+        (Edit(COPIES, "if each.done() and each.exception()), None)", "if False), None)"),),
     ),
     Mutation(
         "an expert is given up by all ranks at once",

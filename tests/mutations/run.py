@@ -35,6 +35,7 @@ from counts import COUNTS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
 from leases import LEASES_MUTATIONS
+from messages import MESSAGES_MUTATIONS
 from moving import MOVING_MUTATIONS
 from mutation import Mutation
 from per_expert import PER_EXPERT
@@ -64,6 +65,7 @@ ALL = (
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS
+    + MESSAGES_MUTATIONS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

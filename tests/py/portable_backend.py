@@ -81,7 +81,7 @@ class Nccl(Cuda):
     name = "nccl"
     knows_calls = False
     parts = False
-    lacks = frozenset({"leases", "loads"})  # docs/BACKENDS.md
+    lacks = frozenset({"leases"})  # docs/BACKENDS.md
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:

@@ -131,9 +131,19 @@ def fill(env: Any, group: tw.Group, weights: balance.Weights) -> None:
         weights.tensor("scale", layer)[:] = env.backend.tensor(rows.astype(np.float32))
 
 
-def await_thoughts(balancer: balance.Balancer) -> None:
-    """However busy the machine is: what is planned is there in the next step. Copies may still be under way."""
+def await_thoughts(env: Any, balancer: balance.Balancer) -> None:
+    """However busy the machine is: what is planned is there in the next step, and where a plan travels in a message,
+    that is. Copies may still be under way. Collective."""
     Thinking.wait(balancer._beside)  # type: ignore[arg-type]
+    if balancer.weights.messages is None:
+        return
+    told = env.backend.tensor(np.array([[balancer._told]], np.float32))
+    number = env.backend.array(balancer.group.all_gatherv(told, bound=1).rows)[0, 0]
+    while env.rank != 0 and number > 0:
+        board = balancer._beside.read_board(0)
+        if board is not None and np.frombuffer(board, np.int64, 2)[1] >= number:
+            return
+        time.sleep(0.001)
 
 
 def balanced(
@@ -155,12 +165,13 @@ def balanced(
                     kept = None  # its end: what it used may be filled again
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
-                await_thoughts(balancer)
+                await_thoughts(env, balancer)
                 if late != env.rank or step % 3 == 0:
                     balancer.step()
                 imbalances.append(imbalance(group, balancer, step))
             for step in range(steps, steps + 48):  # what is open comes to its end
                 balancer.paused = True
+                await_thoughts(env, balancer)
                 balancer.wait()
                 balancer.step()
                 for layer in range(LAYERS):

@@ -275,20 +275,23 @@ class Balancer:
         for each in self._open:
             if each.told:
                 continue
-            begun = False
+            begun = ended = False
             try:
                 while each.pieces and each.pieces[0][3] <= left and not each.failed:
                     left -= each.pieces[0][3]
                     self._beside.begin(each.number, each.pieces.popleft())
                     begun = True
-                each.failed = each.failed or self._beside.failed(each.number)
+                # In this order: a copy that ended in between would hide its error.
+                ended = not begun and not each.pieces and self._beside.ended(each.number)
+                problem = self._beside.problem(each.number)
             except TokenwayError as error:
-                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, error)
+                problem = error
+            if problem is not None and not each.failed:
+                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, problem)
                 each.failed = True
             if each.pieces and not each.failed:
                 left = 0  # what comes behind does not overtake it
-            done = each.failed or (not begun and not each.pieces and self._beside.ended(each.number))
-            waits = waits or not done
+            waits = waits or not (ended or each.failed)
             if not waits:
                 self.group.moving.ready(each.number, failed=each.failed)
                 each.told = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import weakref
 from collections.abc import Mapping
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenway import _native, tensors
+from tokenway.balance import messages
 from tokenway.errors import InvalidArgument, Unsupported
 from tokenway.group import Group
 from tokenway.outputs import Keeper
@@ -88,24 +91,47 @@ class Weights:
 
     group: of `Placement(..., moves=True, weight_bytes=weight_bytes(...))`. weights: by name (shape of one expert,
     dtype), alike on all ranks. `tensor` shows a layer's, [local slots, ...], to fill and to multiply with; slot i of
-    them is the rank's i-th physical slot. Errors: InvalidArgument; InvalidUsage where the group has no such memory;
-    Unsupported where ranks have no memory in common.
+    them is the rank's i-th physical slot. Errors: InvalidArgument; InvalidUsage where the group has no such memory.
+
+    Where ranks have no memory in common, as over a carrier, making this is collective, and each rank serves its weights
+    to the others, over connections beside the group's steps, until `close` or the end of this object. Errors then also:
+    PeerRefused where another rank's arguments are refused, ConfigMismatch, PeerTimeout, SystemFailure.
     """
 
     def __init__(self, group: Group, weights: Mapping[str, tuple[Any, Any]]):
         self.group = group
         self.rank_of_slot, self.place_of_slot = _places(group)
-        slots = int(np.bincount(self.rank_of_slot, minlength=group.nranks).max())
-        self.layout = Layout.of(weights, group.layers, slots, board_bytes(group.layers, slots * group.nranks))
         self._native = group.native
         self._keeper = Keeper(group.native.pointer)
         memory, size = zip(*map(self._memory_of, range(group.nranks)), strict=True)
-        if size[0] < self.layout.bytes:
-            what = f"has {size[0]} bytes of weights; these need {self.layout.bytes} (balance.weight_bytes)"
-            raise InvalidArgument.of("group", what)
-        if not all(memory):
-            raise Unsupported("ranks of the group have no memory in common, so weights cannot be read by peers")
         self._memory = memory[group.rank]
+        problem = None
+        try:
+            self.layout = self._lay_out(weights, size[0])
+        except InvalidArgument as error:
+            problem = error
+        self.messages: messages.Messages | None = None  # where peers' memory is not seen from here
+        if not all(memory):
+            view = self._bytes(size[0])
+            digest = "" if problem else hashlib.sha256(repr(self.layout).encode()).hexdigest()
+            self.messages = messages.connect(group, view, digest, problem)
+            weakref.finalize(self, self.messages.close)
+        elif problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """Serves no more, where ranks have no memory in common. Views stay."""
+        if self.messages is not None:
+            self.messages.close()
+
+    def _lay_out(self, weights: Mapping[str, tuple[Any, Any]], size: int) -> Layout:
+        slots = int(np.bincount(self.rank_of_slot, minlength=self.group.nranks).max())
+        layers = self.group.layers
+        layout = Layout.of(weights, layers, slots, board_bytes(layers, slots * self.group.nranks))
+        if size < layout.bytes:
+            what = f"has {size} bytes of weights; these need {layout.bytes} (balance.weight_bytes)"
+            raise InvalidArgument.of("group", what)
+        return layout
 
     def tensor(self, name: str, layer: int = 0) -> Any:
         """A layer's tensor of this rank, [local slots, ...]: a NumPy array, on a CUDA device a tensor of PyTorch. A
@@ -122,8 +148,11 @@ class Weights:
 
     def board(self) -> Any:
         """The bytes of this rank with which it tells others of plans."""
+        return self._bytes(self.layout.board)
+
+    def _bytes(self, count: int) -> Any:
         torch = self.group.device is not None
-        return self._native.place.window_view(self._memory, (self.layout.board,), "uint8", torch, self._keeper)
+        return self._native.place.window_view(self._memory, (count,), "uint8", torch, self._keeper)
 
     def pull_board(self, rank: int, stream: int) -> None:
         """Copies a rank's board to this one's."""
@@ -142,8 +171,14 @@ class Weights:
         return found
 
     def pull(self, piece: tuple[int, int, int, int], stream: int) -> None:
-        """Copies a piece; on a CUDA device in stream order, by a copy engine."""
-        self._pull(*piece, stream)
+        """Copies a piece; on a CUDA device in stream order, by a copy engine. What comes in messages is there when this
+        returns."""
+        try:
+            self._pull(*piece, stream)
+        except Unsupported:  # all else is as it should be, but that rank's memory is not seen from here
+            if self.messages is None:
+                raise
+            self.messages.pull(*piece)
 
     def _pull(self, rank: int, read: int, write: int, size: int, stream: int) -> None:
         _native.check(_native.lib.twGroupPull(self._native.pointer, rank, read, write, size, stream))

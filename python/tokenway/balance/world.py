@@ -187,10 +187,10 @@ class PlayedBeside:
         """Whether all of an epoch have ended."""
         return epoch not in self._last or self._world.step >= self._last[epoch] + self._world.copy_steps
 
-    def failed(self, epoch: int) -> bool:
+    def problem(self, epoch: int) -> BaseException | None:
         """None fails."""
         del epoch
-        return False
+        return None
 
     def forget(self, epoch: int) -> None:
         """The epoch is decided."""
