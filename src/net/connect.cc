@@ -15,8 +15,7 @@ using std::chrono::milliseconds;
 
 constexpr const char* kConnecting = "connecting the engine between hosts";
 constexpr const char* kAddingWindow = "adding a window of the engine between hosts";
-constexpr milliseconds kLook{1};          // how often a wait looks whether it is over
-constexpr milliseconds kLookForLife{20};  // and whether those that it waits for live
+constexpr milliseconds kLook{1};  // how often a wait looks whether it is over
 
 // The address by which peers reach this rank. Where all are on one host, nobody tells one.
 std::string own_address(const Meeting& meeting) {

@@ -17,7 +17,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kReceives = 64;    // notes that may come before the engine looks at one
 constexpr int kMostFlying = 32;  // operations of a peer in the network: beyond, they only wait elsewhere
 constexpr int kHarvest = 16;     // operations that are taken back at a time
-constexpr std::chrono::milliseconds kLookForLife{20};  // without a move: whether the peer's process has ended
 constexpr int kShortSleepUs = 50;
 constexpr int kLongSleepUs = 1000;
 constexpr int kSleepOnDescriptorUs = 10000;  // patience is looked at as often

@@ -19,6 +19,9 @@
 
 namespace tw::net {
 
+// Where nothing moves, it is asked as often whether the peer's process has ended.
+inline constexpr std::chrono::milliseconds kLookForLife{20};
+
 class FabricEngine final : public Engine {
  public:
   // The endpoint has no peers yet.

@@ -49,6 +49,19 @@ TEST(Fabric, WordsGoAtOnceWhereMessagesKeepTheirOrder) {
   world.close();
 }
 
+// Where a write ends before it has arrived, the end waits for what comes behind it.
+TEST(Fabric, TheEndComesBehindWhatIsUnderWay) {
+  EnginesOf world(Kind::kScripted, 2, kSmallWindow, {}, {.ordered = true, .late = 200});
+  on_all_ranks(2, [&](int rank) {
+    std::ranges::fill(world.sources[rank], std::byte{1});
+    ASSERT_EQ(world[rank].put(1 - rank, world.put(0, 512, 5000)), Posted::kTaken);
+    ASSERT_TRUE(world.await_done(rank, 1 - rank, 1));
+    const Status closed = world[rank].close(world.meeting(rank, 30));
+    EXPECT_TRUE(closed.ok()) << closed.text();
+    EXPECT_EQ(total(world.targets[rank], 512, 5000), 5000u);
+  });
+}
+
 TEST(Fabric, WhatTheNetworkDoesNotTakeComesAgain) {
   EnginesOf world(Kind::kScripted, 2, kSmallWindow, {.chunk_bytes = 256}, {.ordered = true, .again = true});
   go_rounds(world);
@@ -68,7 +81,7 @@ TEST(Fabric, APeerThatIsStuckFailsAndKeepsNobody) {
     const std::lock_guard lock(world.hub.mutex);
     world.hub.stuck.insert({0, 1});
   }
-  for (int i = 0; i < 5; ++i) ASSERT_EQ(world[0].put(1, world.put(0, 512, 100)), Posted::kTaken);
+  for (int i = 0; i < 5; ++i) ASSERT_EQ(world[0].put(1, world.put(0, 512, 0), world.word(16, 1)), Posted::kTaken);
   Posted last = world[0].put(1, world.put(0, 512, 100));
   EXPECT_TRUE(last == Posted::kFull || last == Posted::kGone);
   uint64_t rounds = 0;

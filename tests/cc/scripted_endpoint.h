@@ -69,14 +69,22 @@ class ScriptedEndpoint final : public net::Endpoint {
     if (const net::Sent sent = judge(peer, error); sent != net::Sent::kSent) return sent;
     if (!delivered) ++hub_.undelivered;
     EXPECT_LE(bytes, hub_.script.largest);
-    flying_.push_back({peer, from, bytes, reinterpret_cast<std::byte*>(to), context, hub_.script.late});
+    Flying write{peer, from, bytes, reinterpret_cast<std::byte*>(to), context, hub_.script.late, {}};
+    if (!delivered) {
+      // As a socket does: the source is free at once, and the data are on their way.
+      const auto* const data = static_cast<const std::byte*>(from);
+      write.kept.assign(data, data + bytes);
+      write.context = nullptr;
+      ended_.push_back({context, 0});
+    }
+    flying_.push_back(std::move(write));
     return net::Sent::kSent;
   }
 
   net::Sent send(int peer, const void* from, uint64_t bytes, void*, net::Context* context, int* error) override {
     const std::lock_guard lock(hub_.mutex);
     if (const net::Sent sent = judge(peer, error); sent != net::Sent::kSent) return sent;
-    const Flying message{peer, from, bytes, nullptr, context, 0};
+    const Flying message{peer, from, bytes, nullptr, context, 0, {}};
     if (hub_.script.ordered) {
       flying_.push_back(message);
     } else {
@@ -123,9 +131,10 @@ class ScriptedEndpoint final : public net::Endpoint {
     int peer;
     const void* from;  // read when it lands, as a NIC may
     uint64_t bytes;
-    std::byte* to;  // NULL: a message
-    net::Context* context;
+    std::byte* to;          // NULL: a message
+    net::Context* context;  // NULL: its end is told already
     int left;
+    std::vector<std::byte> kept;  // what was read at once, if not empty
   };
 
   net::Sent judge(int peer, int* error) {
@@ -141,16 +150,20 @@ class ScriptedEndpoint final : public net::Endpoint {
     if (hub_.stuck.contains({me_, operation.peer})) return;
     ScriptedEndpoint* const peer = hub_.ends[static_cast<size_t>(operation.peer)];
     if (peer == nullptr) {
-      ended_.push_back({operation.context, 6});
+      tell(operation, 6);
       return;
     }
     if (operation.to == nullptr) {
       const auto* const data = static_cast<const std::byte*>(operation.from);
       peer->inbox_.emplace_back(data, data + operation.bytes);
     } else {
-      std::memcpy(operation.to, operation.from, operation.bytes);
+      std::memcpy(operation.to, operation.kept.empty() ? operation.from : operation.kept.data(), operation.bytes);
     }
-    ended_.push_back({operation.context, 0});
+    tell(operation, 0);
+  }
+
+  void tell(const Flying& operation, int error) {
+    if (operation.context != nullptr) ended_.push_back({operation.context, error});
   }
 
   ScriptedHub& hub_;

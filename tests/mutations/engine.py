@@ -71,8 +71,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "an engine ends while peers' puts are under way",
         "S6",
-        "engine_test",
-        "*WhatIsUnderWayArrivesBeforeTheEnd/scripted",
+        "fabric_test",
+        "Fabric.TheEndComesBehindWhatIsUnderWay",
         (Edit(CONNECT, "return !peer.left || !peer.queue->idle(); }", "return !peer.queue->idle(); }"),),
     ),
     Mutation(
