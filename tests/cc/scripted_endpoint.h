@@ -70,13 +70,7 @@ class ScriptedEndpoint final : public net::Endpoint {
     if (!delivered) ++hub_.undelivered;
     EXPECT_LE(bytes, hub_.script.largest);
     Flying write{peer, from, bytes, reinterpret_cast<std::byte*>(to), context, hub_.script.late, {}};
-    if (!delivered) {
-      // As a socket does: the source is free at once, and the data are on their way.
-      const auto* const data = static_cast<const std::byte*>(from);
-      write.kept.assign(data, data + bytes);
-      write.context = nullptr;
-      ended_.push_back({context, 0});
-    }
+    if (!delivered) keep(write);
     flying_.push_back(std::move(write));
     return net::Sent::kSent;
   }
@@ -84,9 +78,10 @@ class ScriptedEndpoint final : public net::Endpoint {
   net::Sent send(int peer, const void* from, uint64_t bytes, void*, net::Context* context, int* error) override {
     const std::lock_guard lock(hub_.mutex);
     if (const net::Sent sent = judge(peer, error); sent != net::Sent::kSent) return sent;
-    const Flying message{peer, from, bytes, nullptr, context, 0, {}};
+    Flying message{peer, from, bytes, nullptr, context, 0, {}};
     if (hub_.script.ordered) {
-      flying_.push_back(message);
+      keep(message);
+      flying_.push_back(std::move(message));
     } else {
       for (const Flying& other : flying_) hub_.overtaken += other.peer == peer;
       land(message);
@@ -157,9 +152,18 @@ class ScriptedEndpoint final : public net::Endpoint {
       const auto* const data = static_cast<const std::byte*>(operation.from);
       peer->inbox_.emplace_back(data, data + operation.bytes);
     } else {
-      std::memcpy(operation.to, operation.kept.empty() ? operation.from : operation.kept.data(), operation.bytes);
+      std::memcpy(operation.to, operation.from, operation.bytes);
     }
     tell(operation, 0);
+  }
+
+  // As a socket does: the source is free at once, and the data are on their way.
+  void keep(Flying& operation) {
+    const auto* const data = static_cast<const std::byte*>(operation.from);
+    operation.kept.assign(data, data + operation.bytes);
+    operation.from = operation.kept.data();
+    if (!hub_.stuck.contains({me_, operation.peer})) tell(operation, 0);
+    operation.context = nullptr;
   }
 
   void tell(const Flying& operation, int error) {
