@@ -394,6 +394,7 @@ FUNCTIONS = {
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
     "twDeviceFabric": (c_int, [c_int32, POINTER(Fabric)]),
+    "twLibfabric": (c_int, [POINTER(c_char_p), POINTER(c_char_p)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twDescribePlan": (
         c_int,

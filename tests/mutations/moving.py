@@ -311,7 +311,7 @@ MOVING_MUTATIONS = (
         "a group does what was played",
         PLAYED,
         "test_a_copy_is_over_a_step_later_at_the_soonest",
-        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not each.pieces and self"),),
+        (Edit(BALANCER, "ended = not begun and not each.pieces and self", "ended = not each.pieces and self"),),
     ),
     Mutation(
         "handles that are gone need their map until the next call",
