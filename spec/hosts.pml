@@ -16,7 +16,7 @@
  *     -DPAIRS        on each channel a dispatch, and then a combine.
  *     -DALL_SLOW     the network is slow everywhere.
  *     -DAPART        rows and their word land one after the other.
- *     -DSTOP         rank 2 may stop for ever at any point, with what its host reads and writes by the network.
+ *     -DSTOP         rank 2 may stop for ever at any point, and with it all that its engine moves.
  *     -DQUITS        rank 2 may stop calling; its threads go on. Others give up when nothing moves any more.
  *     -DLATE         any rank may give up on rank 2 while it has not sent the step that is waited for. It goes on.
  *     -DREFUSAL      any rank may refuse any call.
@@ -392,7 +392,15 @@ inline complete()
         fi
     fi;
     SPOIL_AT_RESULT(me, l, STEP);
-    signal[CELL(me, l, BANK(STEP))] = STEP_OF(signal[CELL(me, l, BANK(STEP))]);
+    if
+    :: (folds[AT(me, l)] & AGENT_BIT(BANK(STEP))) == 0 -> /* else the agent has yet to look at it */
+        signal[CELL(me, l, BANK(STEP))] = STEP_OF(signal[CELL(me, l, BANK(STEP))])
+    :: else
+    fi;
+    if
+    :: BURIES -> rows_word_rail[CELL(me, l, BANK(STEP))] = 0; rows_word_across[CELL(me, l, BANK(STEP))] = 0
+    :: else
+    fi;
     here[CELL(me, l, BANK(STEP))] = (views & BIT(l) -> here[CELL(me, l, BANK(STEP))] : 0);
     if
     :: MATE_HAS_COMPLETED -> bury(RAIL(me)); bury(ACROSS(me))

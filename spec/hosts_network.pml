@@ -89,6 +89,8 @@ inline fold(ff_, lf_, bf_)
     CLAIM(T3, relay[CELL(ff_, lf_, RELAY_BANK(bf_))] == t ||
               signal[CELL(ff_, lf_, bf_)] >= REFUSED_SIGNAL);
     staged_fold[CELL(ff_, lf_, bf_)] = t;
+    signal[CELL(ff_, lf_, bf_)] = STEP_OF(signal[CELL(ff_, lf_, bf_)]) |
+        ((flight[ff_] & BIT(lf_)) -> signal[CELL(ff_, lf_, bf_)] & REFUSED_SIGNAL : 0);
     relay[CELL(ff_, lf_, RELAY_BANK(bf_))] = (BURIES -> 0 : relay[CELL(ff_, lf_, RELAY_BANK(bf_))]);
     folds[AT(ff_, lf_)] = folds[AT(ff_, lf_)] & ~AGENT_BIT(bf_);
     if

@@ -54,6 +54,18 @@ SEARCHES = [
     Search("hosts: 2 channels, 2 steps each, stopped rank", "PAIRS STOP", long=True, model="hosts.pml"),
     Search("hosts: 2 channels, 4 steps in all, rank that quits", "QUITS", long=True, model="hosts.pml"),
     Search("hosts: 2 channels, 2 steps each, by domain", "PAIRS BY_DOMAIN", long=True, model="hosts.pml"),
+    Search(
+        "hosts: 1 channel, 3 steps, refusals, all kinds",
+        "REFUSAL MORE_KINDS ONE_CHANNEL LENGTH=3",
+        long=True,
+        model="hosts.pml",
+    ),
+    Search(
+        "hosts: 1 channel, 3 steps, refusals, by domain",
+        "REFUSAL BY_DOMAIN ONE_CHANNEL LENGTH=3",
+        long=True,
+        model="hosts.pml",
+    ),
     Search("hosts: 2 channels, 4 steps in all", "", long=True, model="hosts.pml"),
     Search("stopped rank, 2 channels, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
     Search("counts and stopped rank, 2 channels, 4 steps", "COUNTS LENGTH=4"),
@@ -93,8 +105,12 @@ SEARCHES = [
         "hosts: 1 channel, 4 steps, by domain", "BY_DOMAIN ALL_SLOW MESSAGE ONE_CHANNEL", model="hosts.pml", small=True
     ),
     Search(
-        "hosts: 1 channel, 4 steps, words apart, a message", "APART MESSAGE ONE_CHANNEL", model="hosts.pml", small=True
+        "hosts: 1 channel, 4 steps, words apart",
+        "APART MORE_KINDS ALL_SLOW ONE_CHANNEL",
+        model="hosts.pml",
+        small=True,
     ),
+    Search("hosts: 1 channel, 4 steps, a message", "MORE_KINDS MESSAGE ONE_CHANNEL", model="hosts.pml", small=True),
     Search("hosts: 1 channel, 4 steps, refusals", "REFUSAL ONE_CHANNEL", model="hosts.pml", small=True),
     Search("hosts: words by add, no fault", "", model="hosts_words.pml", small=True),
     Search("hosts: words by add, an add lost or doubled", "FAULT", model="hosts_words.pml", small=True),
