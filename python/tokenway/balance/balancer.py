@@ -62,11 +62,12 @@ class Balancer:
     slots, at most `step_bytes` in a step, and says so; each lane of the group goes by the new map from the same
     dispatch on, on all ranks.
 
-    group: of `Placement(..., moves=True)`, whose maps leave the same number of slots of each rank empty (-1), at least
-    one: those are spare. weights: `Weights` of that group, filled with what the maps say. every: None for no plans but
-    those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank). gain: a
-    layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as `balance.plan`.
-    paused: no plan is made; a plan under way ends, and `follow` goes on.
+    group: of `Placement(..., moves=True)`, whose maps leave at least one slot of each rank empty (-1): those are spare.
+    Where ranks use unlike numbers of slots, as after a shrink, plans use as many on each as the most that one uses,
+    and fill them with replicas. weights: `Weights` of that group, filled with what the maps say. every: None for no
+    plans but those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank).
+    gain: a layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as
+    `balance.plan`. paused: no plan is made; a plan under way ends, and `follow` goes on.
     """
 
     def __init__(
@@ -114,9 +115,13 @@ class Balancer:
         if every is not None:  # refuses what the planner would, on all ranks
             self._find(np.ones((group.layers, group.experts)), self._tables)
 
-    def step(self, streams: Iterable[Any] = ()) -> None:
+    def step(self, streams: Iterable[Any] = (), idle: Iterable[int] = ()) -> None:
         """Takes over what has happened since, and goes on with it. streams: those of CUDA, beside the current one, on
-        which steps of the group or its experts run. Errors: those of the group, once it is finished."""
+        which steps of the group or its experts run. idle: lanes on which the model makes no dispatches meanwhile, which
+        hold all epochs open; the same on all ranks. On each an empty dispatch is made, uncounted, a step of all ranks
+        like any other; no handle may hold the lane. Errors: those of the group, once it is finished."""
+        for lane in idle:
+            _pass(self.group, self.weights, lane)
         self._count(steps=1)
         self._close(streams)
         if self.idle and self.statistics.steps % LOOK == 0:
@@ -262,13 +267,13 @@ class Balancer:
 
     def _look_at(self, wanted: Array, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
         """As `_find`, of maps that were given."""
-        before, after = (self._imbalance(loads, maps) for maps in (self._used(tables), wanted))
+        before, after = (self._imbalance(loads, maps) for maps in (self._used(tables, loads), wanted))
         found = float(before.mean()), float(after.mean())
         return (wanted if any(self._epochs(tables, wanted)) else None), found
 
     def _find(self, loads: Array, tables: Array) -> tuple[Array | None, tuple[float, float]]:
         """(maps [layers, slots in use], None where nothing is gained; the imbalance before and after)."""
-        now = self._used(tables)
+        now = self._used(tables, loads)
         size = {"ranks": self.group.nranks, "slots": self._slots}
         made = planner.plan(loads, **size, old=now, writes=self._writes, **self._asked)
         before = self._imbalance(loads, now)
@@ -278,9 +283,13 @@ class Balancer:
         found = float(before.mean()), float(after.mean())
         return (wanted if any(self._epochs(tables, wanted)) else None), found
 
-    def _used(self, tables: Array) -> Array:
-        """[layers, slots in use]: maps without spare slots, as the planner has them."""
-        return np.stack([rounds.used_map(table, self.weights.rank_of_slot, self.group.nranks) for table in tables])
+    def _used(self, tables: Array, loads: Array | None = None) -> Array:
+        """[layers, slots in use]: maps without spare slots, as the planner has them. loads: by which ranks are filled
+        that have fewer experts; None: with -1."""
+        of, ranks = self.weights.rank_of_slot, self.group.nranks
+        wanted = [None] * len(tables) if loads is None else np.asarray(loads)
+        pairs = zip(tables, wanted, strict=True)
+        return np.stack([rounds.used_map(table, of, ranks, self._slots, by) for table, by in pairs])
 
     def _imbalance(self, loads: Array, used: Array) -> Array:
         """[layers]"""
@@ -316,19 +325,14 @@ class Balancer:
         )
 
     def _slots_in_use(self) -> int:
-        """Of each rank, the same in all maps. Errors: InvalidArgument."""
-        used = {
-            int(count)
-            for table in self._tables
-            for count in np.bincount(self.weights.rank_of_slot[table >= 0], minlength=self.group.nranks)
-        }
-        local = np.bincount(self.weights.rank_of_slot, minlength=self.group.nranks)
-        if len(used) != 1 or max(used) >= local.min():
-            what = f"has maps that use {sorted(used)} slots of a rank, of {sorted(set(local.tolist()))}"
-            raise InvalidArgument.of(
-                "group", f"{what}; they must use equally many, and leave some of each rank empty (-1)"
-            )
-        return used.pop()
+        """Of each rank, by a plan: the most that one uses in a map. Errors: InvalidArgument."""
+        rank_of_slot, ranks = self.weights.rank_of_slot, self.group.nranks
+        used = max(int(np.bincount(rank_of_slot[table >= 0], minlength=ranks).max()) for table in self._tables)
+        local = np.bincount(rank_of_slot, minlength=ranks)
+        if used >= local.min():
+            what = f"has maps that use up to {used} slots of a rank, of {sorted(set(local.tolist()))}"
+            raise InvalidArgument.of("group", f"{what}; plans use as many on each, and must leave some empty (-1)")
+        return used
 
     def _count(self, **more: Any) -> None:
         """Adds to the statistics, but for what is said anew each time."""
@@ -337,6 +341,18 @@ class Balancer:
         self.statistics = replace(
             old, **{name: value if name in last else getattr(old, name) + value for name, value in more.items()}
         )
+
+
+def _pass(group: Group, weights: Weights, lane: int) -> None:
+    """Makes a dispatch of nothing on a lane, which tells and learns how far ranks are."""
+    place, like = group.native.place, weights.board()
+    tensors = {name: place.empty((0, of.elements), of.dtype, like) for name, of in group.shape.payloads.items()}
+    tokens = tensors.pop("tokens")
+    handle = group.route(place.empty((0, group.top_k), "int32", like))
+    if group.exact:
+        group.exchange_counts(handle, lane=lane)
+    group.dispatch(handle, tokens, tensors or None, bound=1, lane=lane, count=False)
+    handle.release()
 
 
 def _reached(version: int, epoch: int) -> bool:
