@@ -62,7 +62,16 @@ def test_many_killed_ranks(processes, backend) -> None:
 
 
 def serve(env: Any, steps: int) -> Any:
-    """Serves with a balancer until rank 1 dies of it; the others shrink, load what is lost, and serve on."""
+    """As served. Where something is wrong, others hear of it at once."""
+    try:
+        return served(env, steps)
+    except BaseException:
+        env.kept["groups"][-1].abort()
+        raise
+
+
+def served(env: Any, steps: int) -> Any:
+    """Serves with a balancer until rank 1 dies; the others shrink, load what is lost, and serve on."""
     slots = -(-EXPERTS // env.nranks) + 1
     placement, made = make(env, slots)
     group = tw.Group(env.comm, **made, expert_map=placement)
