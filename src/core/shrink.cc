@@ -216,7 +216,7 @@ class Agreement {
   bool excluded_ = false;         // it blames this rank, or peers have gone on
   std::vector<uint8_t> known_;    // [N] Suspicion of each rank
   std::map<int, Occasion> made_;  // by member: the call that this rank has seen it make instead
-  const MapVersion version_;      // this rank's latest, which no step raises any more
+  const MapVersion version_;      // this rank's latest, as the call has found it
   MapVersion newest_;
   std::chrono::milliseconds patience_{};
 };
