@@ -152,9 +152,9 @@ test-netns: build  ## between two network namespaces, and two hosts of emulated 
 	@$(SETUP) run test
 	@$(TREE) $(PY) tests/netns/run_all.py $(ARGS)
 
-soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (tens of minutes)
+soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped, 2,000 with moves (tens of minutes)
 	@$(SETUP) run test
-	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20
+	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20 --moves 2000
 
 spec:  ## check the protocol's models
 	@$(SETUP) run spec

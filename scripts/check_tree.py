@@ -88,7 +88,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps moving "
-        "native_group outputs received routing_layout row_types shape spare structs",
+        "native_group outputs received routing_layout row_types shape spare structs survivors",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be

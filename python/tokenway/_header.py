@@ -420,6 +420,7 @@ FUNCTIONS = {
     "twGroupWeights": (c_int, [c_void_p, c_int32, POINTER(c_void_p), POINTER(c_uint64)]),
     "twGroupPull": (c_int, [c_void_p, c_int32, c_uint64, c_uint64, c_uint64, c_void_p]),
     "twGroupReady": (c_int, [c_void_p, c_uint32, c_int32]),
+    "twGroupLost": (c_int, [c_void_p, c_int32, c_void_p]),
     "twGroupEpochs": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),

@@ -20,7 +20,7 @@ WORLD = "python/tokenway/balance/world.py"
 BALANCED = "py/test_balancer"
 PLAYED = "py/test_balance_playing"
 DOES = "test_a_group_does_what_was_played"
-MOVED = "python/tokenway/integrations/moved_experts.py"
+MOVED_EXPERTS = "python/tokenway/integrations/moved_experts.py"
 PARAMETERS = "py/test_moved_experts"
 
 MOVING_MUTATIONS = (
@@ -345,27 +345,27 @@ MOVING_MUTATIONS = (
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "in _tensors_in([holder, list(layers)]):", "in _tensors_in([list(layers)]):"),),
+        (Edit(MOVED_EXPERTS, "in _tensors_in([holder, list(layers)]):", "in _tensors_in([list(layers)]):"),),
     ),
     Mutation(
         "a part of a parameter begins where the parameter does",
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "flat = memory(name, index).view(-1)[at:]", "flat = memory(name, index).view(-1)"),),
+        (Edit(MOVED_EXPERTS, "flat = memory(name, index).view(-1)[at:]", "flat = memory(name, index).view(-1)"),),
     ),
     Mutation(
         "a window does not begin with what was loaded",
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "memory(name, index).view(-1).copy_(bytes_)", "memory(name, index).view(-1)"),),
+        (Edit(MOVED_EXPERTS, "memory(name, index).view(-1).copy_(bytes_)", "memory(name, index).view(-1)"),),
     ),
     Mutation(
         "experts with gaps between them are taken",
         "experts read what moves",
         PARAMETERS,
         "test_what_cannot_move",
-        (Edit(MOVED, "== slots and _dense(tensor)", "== slots"),),
+        (Edit(MOVED_EXPERTS, "== slots and _dense(tensor)", "== slots"),),
     ),
 )

@@ -43,6 +43,7 @@ from per_expert import PER_EXPERT
 from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
+from shrunk_moving import SHRUNK_MOVING_MUTATIONS
 from staged import STAGED
 from straight import STRAIGHT_MUTATIONS
 from token_replicas import TOKEN_REPLICAS
@@ -66,6 +67,7 @@ ALL = (
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS
+    + SHRUNK_MOVING_MUTATIONS
     + MESSAGES_MUTATIONS
     + ENGINE_MUTATIONS
 )

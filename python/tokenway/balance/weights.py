@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,10 @@ import numpy as np
 
 from tokenway import _native, tensors
 from tokenway.balance import messages
-from tokenway.errors import InvalidArgument, Unsupported
+from tokenway.errors import InvalidArgument, InvalidUsage, Unsupported
 from tokenway.group import Group
 from tokenway.outputs import Keeper
+from tokenway.placement import Placement
 
 ALIGNMENT = 256  # of every tensor, in bytes
 BOARD = 1 << 12  # bytes for what a rank tells the others of plans (balancer.py), before the weights
@@ -70,6 +73,12 @@ class Layout:
         return self.board + self.layers * each
 
     @property
+    def room(self) -> int:
+        """At least `bytes`: so many that with a rank's slots it may grow in proportion (`Group.shrink`). What is filled
+        up to ALIGNMENT does not, and may be more then."""
+        return self.bytes + ALIGNMENT * (self.layers * len(self.tensors) + 1)
+
+    @property
     def move_bytes(self) -> int:
         """Of one expert of a layer."""
         return sum(map(self.expert_bytes, self.tensors))
@@ -78,7 +87,7 @@ class Layout:
 def weight_bytes(weights: Mapping[str, tuple[Any, Any]], *, layers: int, slots: int, ranks: int) -> int:
     """What `Placement.weight_bytes` must be for weights as `Weights` takes them. slots: the most that a rank has, spare
     ones too. Errors: InvalidArgument."""
-    return Layout.of(weights, layers, slots, board_bytes(layers, slots * ranks)).bytes
+    return Layout.of(weights, layers, slots, board_bytes(layers, slots * ranks)).room
 
 
 def board_bytes(layers: int, slots: int) -> int:
@@ -100,7 +109,8 @@ class Weights:
 
     def __init__(self, group: Group, weights: Mapping[str, tuple[Any, Any]]):
         self.group = group
-        self.rank_of_slot, self.place_of_slot = _places(group)
+        placement = group.settings.placement or Placement()
+        self.rank_of_slot, self.place_of_slot = placement.places(group.slots, group.nranks)
         self._native = group.native
         self._keeper = Keeper(group.native.pointer)
         memory, size = zip(*map(self._memory_of, range(group.nranks)), strict=True)
@@ -132,6 +142,54 @@ class Weights:
             what = f"has {size} bytes of weights; these need {layout.bytes} (balance.weight_bytes)"
             raise InvalidArgument.of("group", what)
         return layout
+
+    @classmethod
+    def of_survivors(
+        cls, group: Group, former: Weights, load: Callable[[int, int], Mapping[str, Any]] | None = None
+    ) -> Weights:
+        """The weights of a group that `Group.shrink` has made of the one that `former` is of, with its maps.
+
+        Copies what this rank has, from the former group's memory, which must not be closed yet, to this one's; asks no
+        other rank. On a CUDA device the copies are in stream order. load(layer, expert): the tensors of an expert by
+        name, [shape of one], called for each of `group.moving.lost_experts` that this rank is to hold. Nothing reads
+        them before all ranks have dispatched, so ranks may take their time. Whatever copied to the former weights, as a
+        `Balancer`, must have been closed. Errors: InvalidArgument; InvalidUsage on all ranks where experts are lost and
+        there is no load.
+        """
+        if group.former is not former._native:
+            raise InvalidArgument.of(
+                "group", "is not what shrink has made of the group of these weights, with its maps"
+            )
+        lost = group.moving.lost_experts
+        if lost and load is None:
+            named = ", ".join(f"{each.expert} of layer {each.layer}" for each in lost[:8])
+            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+            raise InvalidUsage(f"experts {named}{more} were on ranks that are gone; give load, which reads them anew")
+        made = cls(group, former.layout.tensors)
+        places = range(made.layout.layers), made.layout.tensors
+        for layer, name in itertools.product(*places):
+            kept = former.tensor(name, layer)
+            made.tensor(name, layer)[: len(kept)] = kept
+        for each in lost:
+            if each.rank == group.rank and load is not None:
+                made.put(each.layer, each.place, load(each.layer, each.expert))
+        return made
+
+    def put(self, layer: int, place: int, expert: Mapping[str, Any]) -> None:
+        """Writes an expert's tensors, by name, of NumPy or PyTorch, into a local slot of this rank. Errors:
+        InvalidArgument."""
+        if set(expert) != set(self.layout.tensors):
+            what = f"names {sorted(expert)}; it must name {sorted(self.layout.tensors)}"
+            raise InvalidArgument.of("expert", what)
+        for name, given in expert.items():
+            tensor, shape = self.tensor(name, layer), self.layout.tensors[name][0]
+            if tuple(given.shape) != shape:
+                raise InvalidArgument.of(f"expert[{name!r}]", f"has shape {tuple(given.shape)}; it must be {shape}")
+            if tensors.is_torch(given) and not tensors.is_torch(tensor):
+                tensor = tensors.to_torch(tensor)
+            elif tensors.is_torch(tensor):
+                given = sys.modules["torch"].as_tensor(given)
+            tensor[place] = given
 
     def tensor(self, name: str, layer: int = 0) -> Any:
         """A layer's tensor of this rank, [local slots, ...]: a NumPy array, on a CUDA device a tensor of PyTorch. A
@@ -187,18 +245,6 @@ class Weights:
         memory, size = c_void_p(), c_uint64()
         _native.check(_native.lib.twGroupWeights(self._native.pointer, rank, byref(memory), byref(size)))
         return memory.value or 0, size.value
-
-
-def _places(group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """(the rank of each physical slot, its place there): [P] each."""
-    placement = group.settings.placement
-    where = None if placement is None else placement.where
-    if where is not None:
-        return np.asarray(where[0], np.int64), np.asarray(where[1], np.int64)
-    counts = np.full(group.nranks, group.slots // group.nranks)
-    counts[: group.slots % group.nranks] += 1
-    rank = np.repeat(np.arange(group.nranks), counts)
-    return rank, np.arange(group.slots) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _aligned(count: int) -> int:
