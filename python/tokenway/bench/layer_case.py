@@ -136,11 +136,13 @@ class LayerCase:
         with torch.no_grad():
             ids, weights, _ = self.layer.route(self.x[0])
             everyone = _AllGather.apply(self._filled(ids, self.experts))
-        own = torch.isin(everyone, torch.tensor(self.layer.experts, device=ids.device))
+        here = self.layer.experts  # asked once: the other way's calls are timed on the host too
+        self._local = len(here)
+        own = torch.isin(everyone, torch.tensor(here, device=ids.device))
         self.rows = int(own.sum())
         # The last place is of no expert: what fills up the tokens of ranks that have none.
-        self._place = torch.full((self.experts + 1,), len(self.layer.experts), device=ids.device)
-        self._place[self.layer.experts] = torch.arange(len(self.layer.experts), device=ids.device)
+        self._place = torch.full((self.experts + 1,), self._local, device=ids.device)
+        self._place[here] = torch.arange(self._local, device=ids.device)
         self._ids, self._weights = ids.to(torch.int32), weights
         self._handle = self._bare_group.route(self._ids, self._weights)
         self._answers = torch.zeros(
@@ -191,7 +193,7 @@ class LayerCase:
         expert's begin, [L + 1] int32."""
         places = self._place[everyone.reshape(-1)]
         ordered, order = places.sort(stable=True)
-        bounds = torch.arange(len(self.layer.experts) + 1, device=places.device)
+        bounds = torch.arange(self._local + 1, device=places.device)
         return order[: self.rows], torch.searchsorted(ordered, bounds).to(torch.int32)
 
     def passes(self, layer: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, Call]:
