@@ -21,8 +21,11 @@ from tokenway.balance.planner import (
     rank_loads,
     rebalance_experts,
 )
+from tokenway.balance.replicas import Replicas
 from tokenway.balance.simulation import Outcome, replay, rows_between_nodes, sampled_imbalance
 from tokenway.balance.traces import Recording, read
+from tokenway.balance.trained import trained
+from tokenway.balance.training import TrainingBalancer
 from tokenway.balance.weights import Weights, weight_bytes
 from tokenway.balance.workloads import dirichlet, domains, drifting, group_limited, lognormal, sample, zipf
 
@@ -32,7 +35,9 @@ __all__ = [
     "Outcome",
     "Plan",
     "Recording",
+    "Replicas",
     "Statistics",
+    "TrainingBalancer",
     "Weights",
     "contiguous",
     "dirichlet",
@@ -50,6 +55,7 @@ __all__ = [
     "rows_between_nodes",
     "sample",
     "sampled_imbalance",
+    "trained",
     "weight_bytes",
     "zipf",
 ]
