@@ -13,7 +13,7 @@ TRAINING = (
         "sums in the dtype of the gradients",
         "sums",
         NUMPY,
-        "test_sums and bfloat16",
+        "test_sums",
         (
             Edit(
                 REPLICAS,
@@ -133,7 +133,7 @@ TRAINING = (
         "an optimiser's states stay in its own memory",
         "states move with what leads",
         TORCH,
-        "test_as_in_one_process",
+        "test_loaded_states",
         (Edit(EXPERTS, "kept[name] = place.copy_(value)", "place.copy_(value)"),),
     ),
     Mutation(

@@ -268,7 +268,7 @@ def test_paused(world) -> None:
 def broken(env: Any) -> Any:
     """Rank 1's copies for moves fail now and then."""
     if env.rank != 1:
-        return trained(env, 24, {}, {})
+        return trained(env, 24, {}, {"writes": 12})
     with pytest.MonkeyPatch.context() as patch:
         bring, pull, turn = balance.TrainingBalancer._bring, balance.Weights.pull, iter(range(10**6))
         fails: list[bool] = []
@@ -287,7 +287,7 @@ def broken(env: Any) -> Any:
 
         patch.setattr(balance.TrainingBalancer, "_bring", brings)
         patch.setattr(balance.Weights, "pull", pulls)
-        return trained(env, 24, {}, {})
+        return trained(env, 24, {}, {"writes": 12})
 
 
 @pytest.mark.processes

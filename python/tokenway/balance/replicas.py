@@ -83,8 +83,10 @@ class Replicas:
         self._group.all_gatherv(())
 
     def _gather(self, value: int) -> Any:
-        own = np.full((1, 1), value, np.uint8)
-        row = self._place.torch.from_numpy(own).to(self._place.device) if self._torch else own
+        if self._torch:  # filled on the device: a copy from the host would wait for the stream
+            row = self._place.torch.full((1, 1), value, dtype=self._place.torch.uint8, device=self._place.device)
+        else:
+            row = np.full((1, 1), value, np.uint8)
         return self._group.all_gatherv(row, [1] * self._group.nranks).rows
 
     # ----------------------------------------------------------------------------------------------------- each step

@@ -76,7 +76,8 @@ class ExpertParallelMoE(torch.nn.Module):
     must have it.
 
     The gradient of an expert's parameters is that of the sum of the losses of all ranks, whichever ranks its tokens
-    came from. So ranks with shares of one batch must give each token's loss the weight that it has in the whole.
+    came from; of an expert in several slots once `experts.sum_gradients` has been called. So ranks with shares of one
+    batch must give each token's loss the weight that it has in the whole.
     """
 
     def __init__(
