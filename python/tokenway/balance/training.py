@@ -56,7 +56,7 @@ class TrainingBalancer(Balancer):
             self._begun = False
             self._take(self._learn())
         self._move()
-        if self.idle and self.statistics.steps % self._every == 0:
+        if self.idle and self._every is not None and self.statistics.steps % self._every == 0:
             self._begun = True
             if self.group.rank == PLANNER:
                 self._begin()
