@@ -44,6 +44,7 @@ from results import RESULTS
 from staged import STAGED
 from straight import STRAIGHT_MUTATIONS
 from token_replicas import TOKEN_REPLICAS
+from training import TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
@@ -64,6 +65,7 @@ ALL = (
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS
+    + TRAINING
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
