@@ -101,7 +101,7 @@ test-portable:  ## the tests of behaviour over the portable backend
 	  tests/py/test_arena.py tests/py/test_auto.py tests/py/test_choice_values.py \
 	  tests/py/test_choice_values_refused.py tests/py/test_per_expert.py tests/py/test_per_expert_refused.py \
 	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py \
-	  --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
+	  tests/py/test_balancer.py --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test
@@ -152,9 +152,9 @@ test-netns: build  ## between two network namespaces, and two hosts of emulated 
 	@$(SETUP) run test
 	@$(TREE) $(PY) tests/netns/run_all.py $(ARGS)
 
-soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped (tens of minutes)
+soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped, 2,000 with moves (tens of minutes)
 	@$(SETUP) run test
-	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20
+	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20 --moves 2000
 
 spec:  ## check the protocol's models
 	@$(SETUP) run spec

@@ -46,8 +46,9 @@ ALLOWED: dict[str, set[str]] = {
     "activation": SHARED | {"quantize", "core/status.h"},
     "balance": set(),
     "bootstrap": SHARED | {"core/interrupt.h", "core/status.h"},
+    "net": {"bootstrap", "core/interrupt.h", "core/status.h"},
     "core": SHARED | {"views", "bootstrap"},
-    "api": SHARED | {"core", "views", "quantize", "activation", "balance", "bootstrap"},
+    "api": SHARED | {"core", "views", "quantize", "activation", "balance", "bootstrap", "net/libfabric.h"},
 }
 # Nobody includes a backend: core/backend.h declares the function that makes each of them.
 BACKEND = {*ALLOWED["core"], "core"}
@@ -87,7 +88,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps moving "
-        "native_group outputs received routing_layout row_types shape spare structs",
+        "native_group outputs received routing_layout row_types shape spare structs survivors",
         TENSORS | {"settings", "ranks"},
     ),
     # what must every result be

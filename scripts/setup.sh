@@ -6,8 +6,8 @@
 #   run    NumPy, ml_dtypes, CMake, Ninja, rich, matplotlib
 #   lint   ruff and clang-format, pinned: their output differs from version to version
 #   spec   spin, through apt
-#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context and, if it can be had, ccache
-#          through apt; spec, frameworks
+#   test   pytest, hypothesis, the wheel's build tools, PyTorch; GoogleTest, Boost.Context, libfabric and, if it can be
+#          had, ccache through apt; spec, frameworks
 #   frameworks  what tests of integrations run, pinned; where it cannot be had, they are skipped
 #   apart  what make test-frameworks runs, pinned, in folders of their own: .venv/frameworks, .venv/sglang
 #
@@ -264,6 +264,7 @@ setup_group() {
       is_stamped test || { install test "${test_packages[@]}"; stamp test; }
       provide_system libgtest-dev has_header gtest/gtest.h
       provide_system libboost-context-dev has_header boost/context/continuation.hpp
+      provide_system libfabric-dev has_header rdma/fabric.h
       # Builds do without it, and it is asked for once.
       is_stamped ccache || { command -v ccache > /dev/null || apt_install ccache; stamp ccache; }
       setup_group spec

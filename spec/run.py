@@ -4,6 +4,7 @@
     python3 spec/run.py             everything, two searches at a time
     python3 spec/run.py --quick     without those searches that take half of the time
     python3 spec/run.py one-bank    only what has this in its name; a mutation found also prints its story
+    python3 spec/run.py hosts.pml   only what is searched in this model
 
 Needs spin and a C compiler. Without them it says so and exits 0, or 1 where TW_STRICT=1.
 
@@ -35,6 +36,7 @@ class Search(NamedTuple):
     caught_by: tuple = ()  # the claims that may catch it; empty: nothing may be found
     long: bool = False
     model: str = "exchange.pml"
+    small: bool = False  # searched in less time than compiling well takes
 
 
 # The largest first, so that two searches at a time end together.
@@ -48,6 +50,23 @@ SEARCHES = [
         long=True,
         model="moving.pml",
     ),
+    Search("hosts: 2 channels, 2 steps each, late rank", "PAIRS LATE", long=True, model="hosts.pml"),
+    Search("hosts: 2 channels, 2 steps each, stopped rank", "PAIRS STOP", long=True, model="hosts.pml"),
+    Search("hosts: 2 channels, 4 steps in all, rank that quits", "QUITS", long=True, model="hosts.pml"),
+    Search("hosts: 2 channels, 2 steps each, by domain", "PAIRS BY_DOMAIN", long=True, model="hosts.pml"),
+    Search(
+        "hosts: 1 channel, 3 steps, refusals, all kinds",
+        "REFUSAL MORE_KINDS ONE_CHANNEL LENGTH=3",
+        long=True,
+        model="hosts.pml",
+    ),
+    Search(
+        "hosts: 1 channel, 3 steps, refusals, by domain",
+        "REFUSAL BY_DOMAIN ONE_CHANNEL LENGTH=3",
+        long=True,
+        model="hosts.pml",
+    ),
+    Search("hosts: 2 channels, 4 steps in all", "", long=True, model="hosts.pml"),
     Search("stopped rank, 2 channels, 3 steps, rows apart", "LENGTH=3 ROWS_APART"),
     Search("counts and stopped rank, 2 channels, 4 steps", "COUNTS LENGTH=4"),
     Search(
@@ -69,6 +88,32 @@ SEARCHES = [
     Search("moving weights: handles, 2 layers, 1 channel", "HANDLES LAYERS=2 EPOCHS=3 ONE_CHANNEL", model="moving.pml"),
     Search("moving weights: failed pulls, some never end, 2 channels", "VOIDS STUCK", model="moving.pml"),
     Search("moving weights: refusals, 1 channel", "REFUSALS ONE_CHANNEL", model="moving.pml"),
+    Search("hosts: 2 channels, 2 steps each", "PAIRS", model="hosts.pml", small=True),
+    Search("hosts: 1 channel, 4 steps, stopped rank", "MORE_KINDS STOP ONE_CHANNEL", model="hosts.pml", small=True),
+    Search(
+        "hosts: 1 channel, 4 steps, stopped rank, by domain",
+        "BY_DOMAIN STOP ONE_CHANNEL",
+        model="hosts.pml",
+        small=True,
+    ),
+    Search("hosts: 1 channel, 4 steps, late rank", "MORE_KINDS LATE ONE_CHANNEL", model="hosts.pml", small=True),
+    Search("hosts: 1 channel, 4 steps, rank that quits", "MORE_KINDS QUITS ONE_CHANNEL", model="hosts.pml", small=True),
+    Search(
+        "hosts: 1 channel, 4 steps, slow everywhere", "MORE_KINDS ALL_SLOW ONE_CHANNEL", model="hosts.pml", small=True
+    ),
+    Search(
+        "hosts: 1 channel, 4 steps, by domain", "BY_DOMAIN ALL_SLOW MESSAGE ONE_CHANNEL", model="hosts.pml", small=True
+    ),
+    Search(
+        "hosts: 1 channel, 4 steps, words apart",
+        "APART MORE_KINDS ALL_SLOW ONE_CHANNEL",
+        model="hosts.pml",
+        small=True,
+    ),
+    Search("hosts: 1 channel, 4 steps, a message", "MORE_KINDS MESSAGE ONE_CHANNEL", model="hosts.pml", small=True),
+    Search("hosts: 1 channel, 4 steps, refusals", "REFUSAL ONE_CHANNEL", model="hosts.pml", small=True),
+    Search("hosts: words by add, no fault", "", model="hosts_words.pml", small=True),
+    Search("hosts: words by add, an add lost or doubled", "FAULT", model="hosts_words.pml", small=True),
     Search("one-bank", "MUTATION_ONE_BANK ONE_CHANNEL", ("S2", "S3")),
     Search("bank-by-cycle", "MUTATION_BANK_BY_CYCLE ONE_CHANNEL", ("S2", "S3")),
     Search("shared-counter", "MUTATION_SHARED_COUNTER ONE_CHANNEL", ("S4",)),
@@ -105,6 +150,67 @@ SEARCHES = [
         "own-voids-after-death", "MUTATION_OWN_VOIDS_AFTER_DEATH VOIDS DEATH ONE_CHANNEL", ("M7",), model="moving.pml"
     ),
     Search("wait-for-pull", "MUTATION_WAIT_FOR_PULL STUCK ONE_CHANNEL", ("hang",), model="moving.pml"),
+    Search("one-inbox", "MUTATION_ONE_INBOX ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search("one-staging", "MUTATION_ONE_STAGING ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search("one-block", "MUTATION_ONE_BLOCK ONE_CHANNEL", ("T8",), model="hosts.pml"),
+    Search("one-relay", "MUTATION_ONE_RELAY BY_DOMAIN ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search("put-from-tensor", "MUTATION_PUT_FROM_TENSOR ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search("put-from-view", "MUTATION_PUT_FROM_VIEW ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search("send-ahead-of-hosts", "MUTATION_SEND_AHEAD ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search(
+        "empty-step-not-awaited", "MUTATION_EMPTY_STEP_NOT_AWAITED ONE_CHANNEL MORE_KINDS", ("T3",), model="hosts.pml"
+    ),
+    Search("read-behind-word", "MUTATION_READ_BEHIND_WORD ONE_CHANNEL", ("T3",), model="hosts.pml"),
+    Search(
+        "rows-word-not-awaited", "MUTATION_ROWS_WORD_NOT_AWAITED ONE_CHANNEL MORE_KINDS", ("T5",), model="hosts.pml"
+    ),
+    Search("word-on-another-context", "MUTATION_WORD_ON_ANOTHER_CONTEXT ONE_CHANNEL", ("T5", "T8"), model="hosts.pml"),
+    Search("word-at-each-mate", "MUTATION_WORD_AT_EACH_MATE ONE_CHANNEL", ("T5", "T8"), model="hosts.pml"),
+    Search("empty-step-silent", "MUTATION_EMPTY_STEP_SILENT ONE_CHANNEL MORE_KINDS", ("hang",), model="hosts.pml"),
+    Search("refusal-silent", "MUTATION_REFUSAL_SILENT ONE_CHANNEL REFUSAL", ("hang",), model="hosts.pml"),
+    Search("whole-queue", "MUTATION_WHOLE_QUEUE ONE_CHANNEL STOP", ("hang",), model="hosts.pml"),
+    Search("block-behind-word", "MUTATION_BLOCK_BEHIND_WORD ONE_CHANNEL", ("T8",), model="hosts.pml"),
+    Search("owner-blamed", "MUTATION_OWNER_BLAMED ONE_CHANNEL STOP", ("T9",), model="hosts.pml"),
+    Search("notice-not-asked-for", "MUTATION_NOTICE_NOT_ASKED_FOR ONE_CHANNEL STOP", ("T9",), model="hosts.pml"),
+    Search("notice-of-channel", "MUTATION_NOTICE_OF_CHANNEL QUITS LENGTH=2", ("T9",), model="hosts.pml"),
+    Search("free-before-meeting", "MUTATION_FREE_BEFORE_MEETING ONE_CHANNEL", ("T10",), model="hosts.pml"),
+    Search("free-without-abort", "MUTATION_FREE_WITHOUT_ABORT ONE_CHANNEL LATE", ("T10",), model="hosts.pml"),
+    Search("ring", "MUTATION_RING ONE_CHANNEL LENGTH=2", ("hang",), model="hosts.pml"),
+    Search("forward-in-completion", "MUTATION_FORWARD_IN_COMPLETION LENGTH=2", ("hang",), model="hosts.pml"),
+    Search(
+        "forward-after-own-wait", "MUTATION_FORWARD_AFTER_OWN_WAIT ONE_CHANNEL LENGTH=2", ("hang",), model="hosts.pml"
+    ),
+    Search(
+        "forward-and-a-message",
+        "MUTATION_FORWARD_ON_ALL_CHANNELS MESSAGE ONE_CHANNEL LENGTH=2",
+        ("hang",),
+        model="hosts.pml",
+    ),
+    Search(
+        "forward-and-a-refusal",
+        "MUTATION_FORWARD_ON_ALL_CHANNELS REFUSAL ONE_CHANNEL LENGTH=2",
+        ("hang",),
+        model="hosts.pml",
+    ),
+    Search("fold-in-completion", "MUTATION_FOLD_IN_COMPLETION BY_DOMAIN LENGTH=2", ("hang",), model="hosts.pml"),
+    Search(
+        "fold-after-own-wait",
+        "MUTATION_FOLD_AFTER_OWN_WAIT BY_DOMAIN ONE_CHANNEL LENGTH=2",
+        ("hang",),
+        model="hosts.pml",
+    ),
+    Search(
+        "fold-and-a-message",
+        "MUTATION_FOLD_ON_ALL_CHANNELS MESSAGE BY_DOMAIN ONE_CHANNEL LENGTH=2",
+        ("hang",),
+        model="hosts.pml",
+    ),
+    Search("one-word", "MUTATION_ONE_WORD", ("T6",), model="hosts_words.pml"),
+    Search("shared-latch", "MUTATION_SHARED_LATCH", ("T6", "hang"), model="hosts_words.pml"),
+    Search("latch-born-zero", "MUTATION_LATCH_BORN_ZERO", ("T6", "hang"), model="hosts_words.pml"),
+    Search("refusal-leaves-latch", "MUTATION_REFUSAL_LEAVES_LATCH", ("T6",), model="hosts_words.pml"),
+    Search("not-equal", "MUTATION_NOT_EQUAL FAULT", ("T6",), model="hosts_words.pml"),
+    Search("owner-resets", "MUTATION_OWNER_RESETS", ("T6",), model="hosts_words.pml"),
 ]
 
 # Whatever says that part of the state space was not looked at.
@@ -150,7 +256,7 @@ def judge(search, output):
     if "out of bounds" in output:
         return "the model indexes out of bounds", False
     if int(errors[1]):
-        found = re.search(r"assertion violated .*\b([SAM]\d+)\)* \(at depth", output)
+        found = re.search(r"assertion violated .*\b([SAMT]\d+)\)* \(at depth", output)
         claim = found[1] if found else "hang" if "invalid end state" in output else "an unnamed error"
         if claim in search.caught_by:
             return f"caught by {claim}", True
@@ -176,7 +282,7 @@ def run(search, compiler, scratch, want_story):
     output, story = "", ""
     try:
         # A mutation is found at once, so there is no time to be saved that compiling well would not take.
-        optimisation = "-O0" if search.caught_by else "-O2"
+        optimisation = "-O0" if search.caught_by or search.small else "-O2"
         # NOREDUCE: every transition touches what others see, so partial-order reduction finds nothing to leave out.
         for step in (
             ["spin", *defines, "-a", search.model],
@@ -213,7 +319,12 @@ def run(search, compiler, scratch, want_story):
 def main():
     quick = "--quick" in sys.argv
     wanted = next((argument for argument in sys.argv[1:] if argument != "--quick"), "")
-    searches = [search for search in SEARCHES if wanted in search.name and not (quick and search.long)]
+    searches = [
+        search
+        for search in SEARCHES
+        if (search.model == wanted if wanted.endswith(".pml") else wanted in search.name)
+        and not (quick and search.long)
+    ]
     if not searches:
         sys.exit(f"spec: nothing has {wanted!r} in its name; there are: " + "; ".join(s.name for s in SEARCHES))
     compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
@@ -229,7 +340,9 @@ def main():
     print(f"{'search':<64} {'states':>10} {'depth':>6} {'s':>6}  result", flush=True)
     with tempfile.TemporaryDirectory(prefix="tokenway-spec-") as scratch, ThreadPoolExecutor(2) as pool:
         results = []
-        for result in pool.map(lambda search: run(search, compiler, scratch, bool(wanted)), searches):
+        for result in pool.map(
+            lambda search: run(search, compiler, scratch, bool(wanted) and not wanted.endswith(".pml")), searches
+        ):
             results.append(result)
             name = f"mutation {result.search.name}" if result.search.caught_by else result.search.name
             print(

@@ -138,6 +138,7 @@ typedef struct {
   double exchange_rate;
   double gather_us;
   double gather_rate;
+  int64_t channel;  // what the carrier's `open` has given for the group; -1 where it has one rank
 } twPortableInfo_t;
 
 #ifdef __cplusplus

@@ -103,6 +103,13 @@ typedef struct {
 // thread. Errors: twInvalidArgument; twUnsupported where there is no driver, or a build without CUDA.
 TW_API twResult_t twDeviceFabric(int32_t device, twFabric_t* fabric);
 
+// Tells of libfabric, which the engine between hosts is made of (docs/BACKENDS.md): its version ("1.17"), and those of
+// the providers tcp, shm, verbs and efa that work here ("tcp, shm"; "" where none does). It looks for libfabric.so.1
+// when it is first asked. The strings are valid until the thread's next call. Not for hot paths. From any thread.
+// Errors: twInvalidArgument; twUnsupported, with a sentence that says what to install, where libfabric is not here, or
+// was not when this library was built.
+TW_API twResult_t twLibfabric(const char** version, const char** providers);
+
 // Gives the CUDA device of this rank, -1 on the CPU.
 TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);
 

@@ -236,8 +236,9 @@ TW_API twResult_t twGroupReserve(twGroup_t group, const twReserve_t* reserve);
 // the call waits. The new group has fresh memory; the old one becomes sticky and must still be destroyed.
 //
 // config == NULL keeps the old configuration, with the maps and shares of config.placement; experts (or physical
-// experts) are in blocks over the survivors. max_recv_tokens beyond what the survivors can send becomes as much as they
-// can send.
+// experts) are in blocks over the survivors. Where maps move, survivors keep their slots and begin with the maps in
+// force; moving.h tells of experts that are lost. max_recv_tokens beyond what the survivors can send becomes as much as
+// they can send.
 //
 // Errors: twExcluded on a rank that the others have given up, or, where ranks came too far apart, on a rank of the side
 // that is not the larger one; it then stays left out. Ranks that make another call instead are left out too, if those

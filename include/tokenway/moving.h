@@ -7,7 +7,7 @@
 //   1. twGroupStageMap gives a layer's next map. Its number is the epoch: 1, 2, ... in the order of these calls, which
 //      must be the same on all ranks, with the same maps.
 //   2. The caller brings the weights that the map needs to this rank, into slots that no map in force uses
-//      (twGroupPull, or its own way).
+//      (twGroupPull, or its own way). Peers have filled theirs for the group's first maps when a dispatch has ended.
 //   3. twGroupReady says that they are there, or that they will never be (failed).
 //   4. Each dispatch tells all ranks up to which epoch its rank is ready. What all have told in one dispatch decides
 //      the version of the lane, alike on all ranks, from its next dispatch on (on the CUDA backend from the one after).
@@ -18,8 +18,20 @@
 //      nothing uses the weights that the former map had, beside what was launched before: the slots may be filled again
 //      behind that, in the order of all streams on which steps and experts ran.
 //
-// A lane that makes no dispatch keeps its version, and holds the epochs of all of them open. Captured graphs follow the
-// version at each replay.
+// A lane that makes no dispatch keeps its version, and holds the epochs of all of them open: one of no tokens, with
+// input.uncounted, is enough. Captured graphs follow the version at each replay.
+//
+// When a rank dies, the others shrink the group (twGroupShrink). Unless the configuration gives maps (it gives none if
+// it is NULL, or has placement->moves 1, slot_expert NULL and no expert_rank), they begin with those in force by the
+// latest version that a lane of any survivor has: who has it knows that all copies for it were whole, and may have
+// filled again what it freed. Epochs that are open beyond it come to nothing; the new group counts its own from 1.
+// - Survivors' slots keep their places, and are numbered by rank and place.
+// - An expert that was on dead ranks alone is lost. It gets an empty slot of the rank that has most of them in the
+//   layer; each rank keeps one empty. Where there are too few, all ranks get as many slots more as that takes, behind
+//   their own, and as much more memory for weights, in proportion. twGroupLost names the slots. Their weights are to be
+//   loaded before the first dispatch.
+// - The memory for weights is the new group's own, and zero. Each rank copies what it had from the old group's, which
+//   is there until that group is destroyed: no other rank is asked. This rank's pulls must have ended.
 #ifndef TOKENWAY_MOVING_H_
 #define TOKENWAY_MOVING_H_
 
@@ -50,6 +62,10 @@ typedef struct {
 // what the device has told so far. Errors: twInvalidUsage as twGroupStageMap.
 TW_API twResult_t twGroupEpochs(twGroup_t group, twEpochs_t* epochs, uint32_t* lanes);
 
+// Tells which slots of a layer have experts that were lost in the shrink which made the group: [P], 1 for those. They
+// stay so. Errors: twInvalidArgument; twInvalidUsage as twGroupStageMap.
+TW_API twResult_t twGroupLost(twGroup_t group, int32_t layer, int32_t* slot_lost);
+
 // Gives the memory for weights of a rank, config.placement->weight_bytes in whole pages, zero at first: this rank's
 // own, which its caller reads and writes as it likes, or a peer's, which is to be read only; device memory on the CUDA
 // backend. It is there until the group ends. Where ranks have no memory in common, as over a carrier, a peer's is NULL.
@@ -61,7 +77,7 @@ TW_API twResult_t twGroupWeights(twGroup_t group, int32_t rank, void** memory, u
 // it is done when the call returns. Whether what is there is whole, and nobody uses what is overwritten, is the
 // caller's affair (twGroupEpochs). Copies must have ended on all ranks before one of them ends the group. From any
 // thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage as twGroupWeights; twUnsupported
-// where ranks have no memory in common.
+// where ranks have no memory in common, behind all other checks: who has weights brought otherwise may ask here first.
 TW_API twResult_t twGroupPull(twGroup_t group, int32_t rank, uint64_t from, uint64_t to, uint64_t bytes, void* stream);
 
 #endif  // TOKENWAY_MOVING_H_

@@ -75,6 +75,7 @@ class PortableInfo(_header.Struct):
         ("exchange_rate", c_double),
         ("gather_us", c_double),
         ("gather_rate", c_double),
+        ("channel", c_int64),
     ]
 
 

@@ -394,6 +394,7 @@ FUNCTIONS = {
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
     "twDeviceFabric": (c_int, [c_int32, POINTER(Fabric)]),
+    "twLibfabric": (c_int, [POINTER(c_char_p), POINTER(c_char_p)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twDescribePlan": (
         c_int,
@@ -419,6 +420,7 @@ FUNCTIONS = {
     "twGroupWeights": (c_int, [c_void_p, c_int32, POINTER(c_void_p), POINTER(c_uint64)]),
     "twGroupPull": (c_int, [c_void_p, c_int32, c_uint64, c_uint64, c_uint64, c_void_p]),
     "twGroupReady": (c_int, [c_void_p, c_uint32, c_int32]),
+    "twGroupLost": (c_int, [c_void_p, c_int32, c_void_p]),
     "twGroupEpochs": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twGroupLoads": (c_int, [c_void_p, c_void_p, c_void_p]),
     "twHandleUpdate": (c_int, [c_void_p, c_void_p, c_void_p]),

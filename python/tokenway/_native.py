@@ -169,6 +169,13 @@ def environment() -> list[tuple[str, str, str]]:
     return variables
 
 
+def libfabric() -> tuple[str, str]:
+    """(version, providers that work here) of libfabric; Unsupported where it is not here, or was not at the build."""
+    version, providers = c_char_p(), c_char_p()
+    check(lib.twLibfabric(byref(version), byref(providers)))
+    return version.value.decode(), providers.value.decode()
+
+
 class Shared:
     """An object of the C library's that others hold: copies of these, as a model's average, share it."""
 

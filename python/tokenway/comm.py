@@ -402,7 +402,7 @@ def _host() -> str:
         return os.uname().nodename
 
 
-def _usual_timeout() -> float:
+def usual_timeout() -> float:
     """Seconds that the C library waits where nobody says how long."""
     return next(int(value) for name, value, _ in _native.environment() if name == "TOKENWAY_TIMEOUT_MS") / 1000
 
@@ -431,7 +431,7 @@ def _over_nvlink(party: Party, wish: _Wish, index: int, limit: float, allgather:
 def _connect_party(party: Party, wish: _Wish) -> Comm:
     rank, nranks = party.rank, party.nranks
     problem: Exception | None
-    index, problem, limit = None, None, _usual_timeout()
+    index, problem, limit = None, None, usual_timeout()
     try:
         limit = limit if wish.timeout is None else milliseconds(wish.timeout) / 1000
         wish.check()

@@ -31,6 +31,7 @@ from tokenway.routing_layout import RoutingLayout, find_layout
 from tokenway.row_types import TypedRows
 from tokenway.settings import Payload, RowType, Settings, WindowBytes, make_config, telling, window_of
 from tokenway.shape import Shape
+from tokenway.survivors import shrink
 
 
 class Group(Calls, _native.Shared):
@@ -95,6 +96,8 @@ class Group(Calls, _native.Shared):
     A group is for one thread at a time, but for `abort` and `error`: while one is in a call, another's is InvalidUsage,
     tells the peers nothing and changes nothing. Give each thread a group of its own, or hold a lock around the calls.
     """
+
+    former: NativeGroup | None = None  # the group that was shrunk to this one, if this began with its maps
 
     def __init__(
         self,
@@ -417,20 +420,14 @@ class Group(Calls, _native.Shared):
 
         They agree on who survives; ranks are renumbered (`comm_ranks` names them). Who has died, given the group up or
         closed it is left out at once, one that does not answer after the timeout (10 s at least). Keeps this group's
-        settings with the default places of experts, but for `changes` (keywords of Group; where maps move, expert_map
-        must be among them). This group stays to be closed. Raises Excluded on a rank that the others have given up, and
-        CallMismatch where as many ranks create a group instead.
+        settings with the default places of experts, but for `changes` (keywords of Group); where maps move and changes
+        have no expert_map, survivors keep their slots, and begin with the maps in force by the latest version that any
+        of them has (`moving.lost_experts`). This group stays to be closed. Raises Excluded on a rank that the others
+        have given up, and CallMismatch where as many ranks create a group instead.
         """
-        survivors = c_void_p()
-        base = self.pointer
-        with telling(lambda nothing: _native.lib.twGroupShrink(base, nothing, byref(survivors))):
-            settings = replace(self.settings, **(self._maps.of_survivors(changes) | changes))
-            config, keep = make_config(settings)
-        shrunk = _native.lib.twGroupShrink(base, byref(config), byref(survivors))
-        _native.check(shrunk, base, settings.payload_names())
-        del keep
         group = object.__new__(Group)
-        group._adopt(self.comm, survivors.value or 0, settings, self.native.place)
+        pointer, settings, group.former = shrink(self, self._maps, changes)
+        group._adopt(self.comm, pointer, settings, self.native.place)
         return group
 
     def abort(self) -> None:

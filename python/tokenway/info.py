@@ -69,6 +69,7 @@ def collect() -> dict[str, Any]:
         "kernel": kernel_features(),
         "cuda": cuda_devices() if nvlink == AVAILABLE else [],
         "fabric": fabric() if nvlink == AVAILABLE else [],
+        "engines": {"libfabric": _libfabric()},
         "packages": {name: {"version": machine.package_version(name), "use": use} for name, use in PACKAGES.items()},
         "environment": _environment(),
     }
@@ -110,6 +111,15 @@ def _portable_backend() -> str:
     if problem is None:
         return f"{AVAILABLE} (on the CPU; connect() takes it where ranks are not all on one host)"
     return f"not available: {problem}"
+
+
+def _libfabric() -> str:
+    """What is known of the library that the engine between hosts is made of."""
+    try:
+        version, providers = _native.libfabric()
+    except TokenwayError as error:
+        return f"not available: {error}"
+    return f"{version}, providers: {providers or 'none of those that are known'}"
 
 
 def cuda_devices() -> list[dict[str, Any]]:
@@ -250,7 +260,7 @@ def text(facts: dict[str, Any]) -> str:
         ),
         ("backends", list(facts["backends"].items())),
         *([("cuda devices", [_device_line(d) for d in facts["cuda"]])] if facts["cuda"] else []),
-        *([("between hosts", _fabric_lines(facts["fabric"]))] if facts["fabric"] else []),
+        ("between hosts", [*_fabric_lines(facts["fabric"]), *facts["engines"].items()]),
         (
             "machine",
             [

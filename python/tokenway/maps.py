@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tokenway import _native
-from tokenway.errors import InvalidUsage
 from tokenway.native_group import NativeGroup
 from tokenway.placement import Placement, spread
 
@@ -18,17 +17,17 @@ class Maps:
     """Those of one group. placement: None where each expert has one place."""
 
     def __init__(self, native: NativeGroup, placement: Placement | None, experts: int):
-        self._native, self._placement, self._experts = native, placement, experts
+        self._native, self.placement, self._experts = native, placement, experts
 
     @property
     def layers(self) -> int:
         """Maps, 1 without a placement."""
-        return 1 if self._placement is None else self._placement.num_layers()
+        return 1 if self.placement is None else self.placement.num_layers()
 
     @property
     def slots(self) -> int:
         """P: physical slots of all ranks; E without a placement."""
-        return self._experts if self._placement is None else self._placement.num_slots(self._experts)
+        return self._experts if self.placement is None else self.placement.num_slots(self._experts)
 
     def read(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """(the expert in each slot, the shares of slots) of a layer: [P] int32 and float32."""
@@ -59,13 +58,14 @@ class Maps:
 
     def of_survivors(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The expert_map of a group of fewer ranks, unless changes have one: the maps as they are, slots in blocks.
-        InvalidUsage where maps move: ranks that were in other steps may have different ones."""
+        Where maps move, survivors may have different ones: then none, for which C puts those that they agree on."""
         if "expert_map" in changes:
             return {}
-        if self._placement is None:
+        if self.placement is None:
             return {"expert_map": None}
-        if self._placement.moves:
-            raise InvalidUsage("maps of the group move, so survivors may have different ones: give expert_map")
+        if self.placement.moves:
+            none = {"slot_expert": None, "slots": None, "shares": None, "where": None}
+            return {"expert_map": replace(self.placement, **none, layers=self.layers)}
         tables, shares = (np.stack(parts) for parts in zip(*map(self.read, range(self.layers)), strict=True))
-        used = shares if self._placement.policy == "shares" else None
-        return {"expert_map": replace(self._placement, slot_expert=tables, shares=used, where=None)}
+        used = shares if self.placement.policy == "shares" else None
+        return {"expert_map": replace(self.placement, slot_expert=tables, shares=used, where=None)}

@@ -37,6 +37,18 @@ class Epochs:
         return bool(self.voids >> (self.agreed - epoch) & 1)
 
 
+@dataclass(frozen=True)
+class LostExpert:
+    """An expert whose weights were on ranks alone that are gone, and the slot that it has got: `slot` of all, `place`
+    among those of `rank`."""
+
+    layer: int
+    expert: int
+    slot: int
+    rank: int
+    place: int
+
+
 class Moving:
     """Those of one group. Without `Placement.moves` its methods raise InvalidUsage.
 
@@ -80,3 +92,22 @@ class Moving:
         _native.check(_native.lib.twGroupEpochs(self._native.pointer, byref(known), lanes.ctypes.data))
         versions = tuple(int(lane) for lane in lanes)
         return Epochs(known.staged, known.ready, known.agreed, known.oldest, versions, known.voids)
+
+    @property
+    def lost_experts(self) -> tuple[LostExpert, ...]:
+        """Of a group that `Group.shrink` has made with the maps in force: experts that no survivor had, by layer
+        and slot, the same on all ranks. Their weights are to be loaded before the first dispatch
+        (`balance.Weights.of_survivors`). They stay named."""
+        placement = self._maps.placement
+        if placement is None or not placement.moves:
+            return ()
+        rank, place = placement.places(self._maps.slots, self._native.nranks)
+        found = []
+        for layer in range(self._maps.layers):
+            lost = np.zeros(self._maps.slots, np.int32)
+            _native.check(_native.lib.twGroupLost(self._native.pointer, layer, lost.ctypes.data))
+            if lost.any():
+                table = self._maps.read(layer)[0]
+                slots = np.flatnonzero(lost).tolist()
+                found += [LostExpert(layer, int(table[p]), p, int(rank[p]), int(place[p])) for p in slots]
+        return tuple(found)

@@ -83,6 +83,15 @@ class Placement:
         shape = () if self.slot_expert is None else checked.shape_of("slot_expert", self.slot_expert)
         return _native.fit("layers", self.layers) if self.layers is not None else shape[0] if len(shape) == 2 else 1
 
+    def places(self, slots: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the rank of each physical slot, its place there) in a group of so many slots and ranks: [P] each."""
+        if self.where is not None:
+            return np.asarray(self.where[0], np.int64), np.asarray(self.where[1], np.int64)
+        counts = np.full(ranks, slots // ranks)
+        counts[: slots % ranks] += 1
+        rank = np.repeat(np.arange(ranks), counts)
+        return rank, np.arange(slots) - np.repeat(np.cumsum(counts) - counts, counts)
+
     def native(self, experts: int | None) -> tuple[_header.Placement, Any]:
         """The C struct, and what must outlive it."""
         if self.policy not in _header.POLICIES:

@@ -168,6 +168,7 @@ class Plan:
     device: int
     server: Any  # the store, where this rank has it
     groups: Sequence[Any] = ()
+    store: Any = None  # where these ranks meet
 
     @classmethod
     def of(cls, config: _carrier.ChannelConfig, server: Any) -> Plan:
@@ -307,6 +308,7 @@ class Carrier:
     def __init__(self, connect: Connect = connect_gloo):
         self._connect = connect
         self._channels: dict[int, Any] = {}
+        self._plans: dict[int, Plan] = {}  # of channels
         # Meeting places, by address: kept for all groups, as connecting asks for names, which can take seconds.
         self._stores: dict[tuple[str, int], Any] = {}
         self._server: Any = None
@@ -330,6 +332,12 @@ class Carrier:
         for (name, _), function in zip(fields, self._functions, strict=True):
             setattr(self.struct, name, ctypes.cast(function, c_void_p))
         self.struct.ended = ctypes.addressof(_ended)
+
+    def plan_of(self, group: int) -> Plan:
+        """Who the ranks of a group are, and where they meet. group: its address, of more than one rank."""
+        info = _carrier.PortableInfo()
+        _native.check(_native.lib.twGroupPortableInfo(group, byref(info)))
+        return self._plans[info.channel]
 
     def _offer(self, _: Any, port: Any) -> int:
         import torch.distributed as dist
@@ -357,14 +365,14 @@ class Carrier:
             return -1  # C finds who is to blame
         with self._lock:
             self._next += 1
-            self._channels[self._next] = opened.value
+            self._channels[self._next], self._plans[self._next] = opened.value, plan
             channel[0] = self._next
         return 0
 
     def _connected(self, plan: Plan) -> Any:
         """By a thread of its own: the store's process or a peer may be stopped, and nothing bounds that in PyTorch."""
-        store = self._store(plan)
-        plan.groups = connect_queues(plan, self._connect, store, self._shared)
+        plan.store = self._store(plan)
+        plan.groups = connect_queues(plan, self._connect, plan.store, self._shared)
         return Channel(plan) if plan.device < 0 else staged.DeviceChannel(plan, list(plan.groups))
 
     def _forsake(self, opened: Bounded, plan: Plan) -> None:
@@ -389,6 +397,7 @@ class Carrier:
         return stores[plan.host, plan.port]
 
     def _close(self, _: Any, channel: int, idle: int) -> None:
+        self._plans.pop(channel, None)
         self._channels.pop(channel).close(bool(idle))
 
     def _start(self, _: Any, channel: int, move: Any) -> int:

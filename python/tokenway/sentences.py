@@ -79,6 +79,7 @@ FUNCTIONS = {
     "twGroupStageMap": "moving.stage",
     "twGroupReady": "moving.ready",
     "twGroupEpochs": "moving.epochs",
+    "twGroupLost": "moving.lost_experts",
     "twGroupRoutingLayout": "routing_layout",
     "twHandleUpdate": "Handle.update",
     "twGroupCreate": "Group()",

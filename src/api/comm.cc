@@ -9,6 +9,7 @@
 #include "api/hosts.h"
 #include "api/registry.h"
 #include "bootstrap/bootstrap.h"
+#include "net/libfabric.h"
 
 namespace {
 
@@ -258,6 +259,20 @@ twResult_t twDeviceFabric(int32_t device, twFabric_t* fabric) {
     TW_RETURN_IF_FAILED(tw::device_fabric(number, &known));
 #endif
     return tw::api::write_struct("fabric", known, fabric);
+  });
+}
+
+twResult_t twLibfabric(const char** version, const char** providers) {
+  static thread_local tw::net::LibraryFacts facts;
+  return enter([&]() -> Status {
+    TW_CHECK_NOT_NULL(version);
+    TW_CHECK_NOT_NULL(providers);
+    tw::net::LibraryFacts found;
+    TW_RETURN_IF_FAILED(tw::net::describe_library(&found));
+    facts = std::move(found);
+    *version = facts.version.c_str();
+    *providers = facts.providers.c_str();
+    return {};
   });
 }
 

@@ -2,6 +2,7 @@
 // The order of epochs must be that of the calls: peers take the number alone for the map.
 #include "core/moving.h"
 
+#include <algorithm>
 #include <mutex>
 #include <shared_mutex>
 
@@ -106,6 +107,18 @@ twResult_t twGroupEpochs(twGroup_t group, twEpochs_t* epochs, uint32_t* versions
     known.voids = agreed.voids;
     known.oldest = tw::oldest_of(*group, agreed.epoch);
     return tw::api::write_struct("epochs", known, epochs);
+  });
+}
+
+twResult_t twGroupLost(twGroup_t group, int32_t layer, int32_t* slot_lost) {
+  return enter_group("twGroupLost", group, [&]() -> Status {
+    TW_CHECK_NOT_NULL(slot_lost);
+    if (group->moving == nullptr) return check_moves(group);
+    TW_RETURN_IF_FAILED(tw::api::check_layer(*group, layer));
+    const int32_t slots = group->config.placement.slots;
+    std::fill_n(slot_lost, slots, 0);
+    if (!group->lost.empty()) std::copy_n(group->lost.begin() + int64_t{layer} * slots, slots, slot_lost);
+    return {};
   });
 }
 

@@ -49,6 +49,7 @@ struct twGroup : tw::Quarantined<twGroup> {
   const std::shared_ptr<tw::Arena> arena;
   std::vector<tw::ExpertMap> maps;     // [layers], none without a placement
   std::unique_ptr<tw::Moving> moving;  // NULL: maps do not move
+  std::vector<uint8_t> lost;           // [layers, P] by core/survivors.h; empty: nothing was lost
   tw::Context context;
   std::unique_ptr<tw::Backend> backend;
   tw::Channels& channels;  // the arena's

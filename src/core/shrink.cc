@@ -9,6 +9,9 @@
 // rank that its peers suspect hears nothing from them; it runs into the deadline with too few left, and takes itself to
 // be given up.
 //
+// Where maps move, each also says the latest version that it has. All have heard all survivors in the last round, so
+// they have the same maximum (M7), of which core/survivors.h makes the new group's maps.
+//
 // No number of rounds can mend a rank that dies between telling two others in the last one. Creating the group then
 // fails, with an error and in bounded time, and the survivors can shrink again.
 //
@@ -20,6 +23,7 @@
 
 #include "core/group.h"
 #include "core/interrupt.h"
+#include "core/survivors.h"
 
 namespace tw {
 namespace {
@@ -45,7 +49,12 @@ void finish_quietly(twGroup& group, twResult_t result, Sentence why) {
 
 class Agreement {
  public:
-  explicit Agreement(twGroup& group) : group_(group), bootstrap_(*group.comm->bootstrap), known_(group.ranks()) {
+  explicit Agreement(twGroup& group)
+      : group_(group),
+        bootstrap_(*group.comm->bootstrap),
+        known_(group.ranks()),
+        version_(newest_version(group)),
+        newest_(version_) {
     // At least shrink_ms, also where the group's own timeout is shorter: survivors notice an error up to one timeout
     // apart.
     patience_ = std::chrono::milliseconds(std::max(group.config.given.timeout_ms, group.comm->environment.shrink_ms));
@@ -67,6 +76,8 @@ class Agreement {
 
   // The survivors, as ranks of the comm.
   std::vector<int> survivors() const { return members_with(kOut, 0); }
+  // The latest version that one of them has.
+  MapVersion newest() const { return newest_; }
 
   // Whether a member of the new group, which all others expect at its creation, does not come.
   bool does_not_come(int member) { return has_left(group_.rank_of(member)) || excluded_; }
@@ -160,7 +171,8 @@ class Agreement {
     if (excluded_) return given_up();
     const std::vector<uint8_t> sent = known_;
     const std::vector<int> asked = survivors();
-    const Parcel mine{Packer().add<uint8_t>(was_calm).add_bytes(sent.data(), sent.size()).take(), {}};
+    const uint64_t version = pack(version_);
+    const Parcel mine{Packer().add<uint8_t>(was_calm).add(version).add_bytes(sent.data(), sent.size()).take(), {}};
     const Occasion occasion{Call::kShrink, group_.number};
     Opening opening(bootstrap_, occasion);
     std::vector<Parcel> all;
@@ -174,6 +186,7 @@ class Agreement {
                   group_.me());
     }
     *calm = *all_were_calm = true;
+    newest_ = version_;  // of those who answer now: what a rank had that is out by then counts for nobody
     for (size_t i = 0; i < asked.size(); ++i) {
       const int rank = group_.rank_of(asked[i]);
       const bool answers = presence[i] == Presence::kHere && opening.occasion(i) == occasion && !all[i].bytes.empty();
@@ -185,6 +198,7 @@ class Agreement {
       }
       Unpacker reader(all[i].bytes);
       if (reader.get<uint8_t>() == 0) *all_were_calm = false;
+      newest_ = newer(newest_, unpack_version(reader.get<uint64_t>()));
       const std::string theirs = reader.get_bytes();
       if (theirs.size() != sent.size()) return fail(twInternalError, "rank {} sent no list of survivors", rank);
       for (size_t r = 0; r < sent.size(); ++r) {
@@ -202,8 +216,44 @@ class Agreement {
   bool excluded_ = false;         // it blames this rank, or peers have gone on
   std::vector<uint8_t> known_;    // [N] Suspicion of each rank
   std::map<int, Occasion> made_;  // by member: the call that this rank has seen it make instead
+  const MapVersion version_;      // this rank's latest, as the call has found it
+  MapVersion newest_;
   std::chrono::milliseconds patience_{};
 };
+
+// Whether a group of survivors goes on with the maps in force: nobody gives others.
+bool keeps_maps(const twGroup& group, const twGroupConfig_t* given) {
+  if (group.moving == nullptr || given == nullptr) return group.moving != nullptr;
+  const twPlacement_t* const placement = given->placement;
+  return placement != nullptr && placement->moves == 1 && placement->slot_expert == nullptr &&
+         given->expert_rank == nullptr && given->expert_slot == nullptr;
+}
+
+// Refuses a configuration that keeps the maps, of other experts or layers.
+Status check_kept(const twGroup& group, const twGroupConfig_t& given) {
+  const PlacementSpec& spec = group.config.placement;
+  const int32_t layers = given.placement->num_layers == 0 ? 1 : given.placement->num_layers;
+  for (const auto& [name, value, had] : {std::tuple(Argument("config.num_experts"), given.num_experts, spec.experts),
+                                         {Argument("config.placement->num_layers"), layers, spec.layers}}) {
+    if (value == had) continue;
+    return fail(twInvalidArgument, "{} is {}; survivors keep the maps of the group, so it must be {}, or {} given",
+                name, Value(value), had, Argument("config.placement->slot_expert"));
+  }
+  return {};
+}
+
+// Puts what remains of the group into the new one's configuration, which then points into `remains` and `placement`.
+void keep_maps(const Remains& remains, twPlacement_t* placement, twGroupConfig_t* config) {
+  const twPlacement_t kept = remains.placement.as_given();
+  placement->num_layers = kept.num_layers;
+  placement->num_slots = kept.num_slots;
+  placement->slot_expert = kept.slot_expert;
+  placement->slot_shares = placement->policy == twReplicaShares ? kept.slot_shares : nullptr;
+  placement->weight_bytes = std::max(placement->weight_bytes, kept.weight_bytes);
+  config->placement = placement;
+  config->expert_rank = remains.expert_rank.data();
+  config->expert_slot = remains.expert_slot.data();
+}
 
 }  // namespace
 
@@ -230,10 +280,20 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
                  compose("it was shrunk; use the group that {} returned", Function{"twGroupShrink"}));
   twGroupConfig_t config = given != nullptr ? *given : group.config.given;
   if (given == nullptr) config.expert_rank = config.expert_slot = nullptr;
-  const twPlacement_t placement = group.config.placement.as_given();
+  twPlacement_t placement = group.config.placement.as_given();
   if (given == nullptr && group.config.placement.given) config.placement = &placement;
+  if (given != nullptr && given->placement != nullptr) placement = *given->placement;
   config.arena = nullptr;
   std::vector<int> members = agreement.survivors();
+  Remains remains;
+  Status sound = readable;
+  if (sound.ok() && keeps_maps(group, given)) {
+    if (given != nullptr) sound = check_kept(group, *given);
+    std::vector<int> ranks;
+    for (const int member : members) ranks.push_back(group.rank_of(member));
+    remains = remains_of(group, agreement.newest(), ranks);
+    keep_maps(remains, &placement, &config);
+  }
   // Fewer ranks send less: a bound that was meant for all of them, or for a guess at how many survive, becomes as much
   // as can come.
   const int64_t most = static_cast<int64_t>(members.size()) * config.max_tokens;
@@ -241,11 +301,12 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
   // Creation gets the upper half of the tags: the agreement took few.
   const bool all = members.size() == group.members.size();
   Status created = create_group(
-      group.comm, config, readable, std::move(members), tags + (1 << 15), survivors, occasion,
+      group.comm, config, sound, std::move(members), tags + (1 << 15), survivors, occasion,
       [&](int member) { return agreement.does_not_come(member); }, given == nullptr ? group.config.room : Room{});
   // If it is interrupted, ranks that shrink again do so without this one.
   created = heed_interrupt(group, std::move(created));
   if (!created.ok()) return agreement.excluded() ? agreement.given_up() : created;
+  (*survivors)->lost = std::move(remains.lost);
   if (!all) leave_group(group, true);
   group.arena->shrunk = group.number;
   return {};

@@ -448,6 +448,7 @@ void StagedTransport::describe(twPortableInfo_t* info) const {
   info->exchange_rate = carrier_->costs.exchange_rate;
   info->gather_us = carrier_->costs.gather_us;
   info->gather_rate = carrier_->costs.gather_rate;
+  info->channel = carrier_channel_;
 }
 
 }  // namespace tw::cpu

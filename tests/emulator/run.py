@@ -25,7 +25,18 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulated"
 TOOLS = Path(sys.executable).parent  # CMake and Ninja are in the environment of this Python
 FILES = (
-    *("exchange", "errors", "usage", "handles", "throughput", "leases", "loads", "moving", "collectives"),
+    *(
+        "exchange",
+        "errors",
+        "usage",
+        "handles",
+        "throughput",
+        "leases",
+        "loads",
+        "moving",
+        "moved_ranks",
+        "collectives",
+    ),
     *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
@@ -36,7 +47,7 @@ THREADS = tuple(name for name in FILES if name not in ("usage", "collective_erro
 COUNTED = ("stores", "exchange", "throughput", "collectives")
 STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
-    *("row_types", "auto", "choice_values", "per_expert", "bias"),
+    *("row_types", "auto", "choice_values", "per_expert", "bias", "loads"),
 )
 NOTHING = "CUDA's headers or Boost.Context are missing"
 

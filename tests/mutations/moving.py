@@ -20,7 +20,7 @@ WORLD = "python/tokenway/balance/world.py"
 BALANCED = "py/test_balancer"
 PLAYED = "py/test_balance_playing"
 DOES = "test_a_group_does_what_was_played"
-MOVED = "python/tokenway/integrations/moved_experts.py"
+MOVED_EXPERTS = "python/tokenway/integrations/moved_experts.py"
 PARAMETERS = "py/test_moved_experts"
 
 MOVING_MUTATIONS = (
@@ -235,7 +235,7 @@ MOVING_MUTATIONS = (
         "M2",
         BALANCED,
         "test_small_pieces",
-        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not begun and self"),),
+        (Edit(BALANCER, "ended = not begun and not each.pieces and self", "ended = not begun and self"),),
     ),
     Mutation(
         "ready before all copies have ended",
@@ -245,8 +245,8 @@ MOVING_MUTATIONS = (
         (
             Edit(
                 BALANCER,
-                "not each.pieces and self._beside.ended(each.number))",
-                "not each.pieces)",
+                "not each.pieces and self._beside.ended(each.number)\n",
+                "not each.pieces\n",
             ),
         ),
     ),
@@ -255,7 +255,7 @@ MOVING_MUTATIONS = (
         "M6",
         BALANCED,
         "test_failed_copies",
-        (Edit(COPIES, "return any(each.done() and each.exception() is not None", "return any(False"),),
+        (Edit(COPIES, "if each.done() and each.exception()), None)", "if False), None)"),),
     ),
     Mutation(
         "an expert is given up by all ranks at once",
@@ -311,7 +311,7 @@ MOVING_MUTATIONS = (
         "a group does what was played",
         PLAYED,
         "test_a_copy_is_over_a_step_later_at_the_soonest",
-        (Edit(BALANCER, "(not begun and not each.pieces and self", "(not each.pieces and self"),),
+        (Edit(BALANCER, "ended = not begun and not each.pieces and self", "ended = not each.pieces and self"),),
     ),
     Mutation(
         "handles that are gone need their map until the next call",
@@ -345,27 +345,27 @@ MOVING_MUTATIONS = (
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "in _tensors_in([holder, list(layers)]):", "in _tensors_in([list(layers)]):"),),
+        (Edit(MOVED_EXPERTS, "in _tensors_in([holder, list(layers)]):", "in _tensors_in([list(layers)]):"),),
     ),
     Mutation(
         "a part of a parameter begins where the parameter does",
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "flat = memory(name, index).view(-1)[at:]", "flat = memory(name, index).view(-1)"),),
+        (Edit(MOVED_EXPERTS, "flat = memory(name, index).view(-1)[at:]", "flat = memory(name, index).view(-1)"),),
     ),
     Mutation(
         "a window does not begin with what was loaded",
         "experts read what moves",
         PARAMETERS,
         "test_experts_move_with_all_that_is_theirs",
-        (Edit(MOVED, "memory(name, index).view(-1).copy_(bytes_)", "memory(name, index).view(-1)"),),
+        (Edit(MOVED_EXPERTS, "memory(name, index).view(-1).copy_(bytes_)", "memory(name, index).view(-1)"),),
     ),
     Mutation(
         "experts with gaps between them are taken",
         "experts read what moves",
         PARAMETERS,
         "test_what_cannot_move",
-        (Edit(MOVED, "== slots and _dense(tensor)", "== slots"),),
+        (Edit(MOVED_EXPERTS, "== slots and _dense(tensor)", "== slots"),),
     ),
 )

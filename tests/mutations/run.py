@@ -32,15 +32,18 @@ from bias import BIAS
 from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
+from engine import ENGINE_MUTATIONS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
 from leases import LEASES_MUTATIONS
+from messages import MESSAGES_MUTATIONS
 from moving import MOVING_MUTATIONS
 from mutation import Mutation
 from per_expert import PER_EXPERT
 from placement import PLACEMENT
 from protocol import PROTOCOL
 from results import RESULTS
+from shrunk_moving import SHRUNK_MOVING_MUTATIONS
 from staged import STAGED
 from straight import STRAIGHT_MUTATIONS
 from token_replicas import TOKEN_REPLICAS
@@ -66,6 +69,9 @@ ALL = (
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS
     + TRAINING
+    + SHRUNK_MOVING_MUTATIONS
+    + MESSAGES_MUTATIONS
+    + ENGINE_MUTATIONS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
@@ -192,7 +198,7 @@ class Workshop:
         found = [*self.tree.glob("src/*/*.cc"), *self.tree.glob("src/cuda/plan/*.cc")]  # plans need no CUDA
         shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
-        shared += [Path("tests/cc/harness.cc"), Path("tests/cc/side.cc")]
+        shared += [Path(f"tests/cc/{name}.cc") for name in ("harness", "pretended_engine", "side")]
         binaries = [unit for unit in units if not is_python(unit)]
         sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in binaries]
         list(pool.map(lambda source: self.compile(source, self.object_of(source)), sources))

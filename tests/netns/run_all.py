@@ -27,6 +27,7 @@ SUITE = (
     "test_throughput",
     "test_leases",
     "test_properties",
+    "test_balancer",
 )
 HOSTS_SUITE = ("test_exchange", "test_survival")  # between the hosts, what is neither long nor heavy
 INSIDE = "TOKENWAY_TEST_INSIDE"

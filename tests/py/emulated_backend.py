@@ -19,7 +19,7 @@ from pretended import Pretended
 
 import tokenway as tw
 from tokenway import _native, cuda, portable, staged
-from tokenway.balance import copies
+from tokenway.balance import copies, messages
 
 # A call's kernel has ended when the call returns: nothing orders the CPU's allocator by streams.
 ENVIRONMENT = {"CUDA_LAUNCH_BLOCKING": "1", "TOKENWAY_BLOCKING": "1"}
@@ -229,7 +229,7 @@ class Staged(Emulated):
     name = "torch-emulated"
     knows_calls = False
     parts = False
-    lacks = frozenset({"leases", "loads"})  # docs/BACKENDS.md
+    lacks = frozenset({"leases", "memory in common"})  # docs/BACKENDS.md
     death_seen = 6.0  # kernels that wait share the CPU with the threads that move blocks and watch
 
     @classmethod
@@ -240,6 +240,7 @@ class Staged(Emulated):
     @classmethod
     def _comm(cls, rank: int, nranks: int, allgather: Any) -> Any:
         cuda.Cuda, staged.on_device, staged.connect = Place, OnHost, connect_group
+        copies.DeviceCopies, messages.DeviceMemory = copies.HostCopies, messages.HostMemory
         return tw.Comm.portable(rank, nranks, allgather, device=rank, timeout=COMM_TIMEOUT)
 
     @classmethod

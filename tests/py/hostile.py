@@ -391,6 +391,7 @@ class Torment:
         texts = [ctypes.c_char_p() for _ in range(3)]
         places = [self.rng.choice((0, *[ctypes.addressof(t)] * 9)) for t in texts]
         self.call("twEnvironment", self.rng.choice(INT32), *places)
+        self.call("twLibfabric", *places[:2])
         rank = ctypes.c_int32()
         comm = self.rng.choice((*BAD_POINTERS, self.comm.pointer))
         self.call("twCommRank", comm, self.rng.choice((0, ctypes.addressof(rank))), 0)

@@ -3,9 +3,11 @@
 
     python tests/py/soak.py --rounds 10000
     python tests/py/soak.py --rounds 0 --kills 50 --stops 20
+    python tests/py/soak.py --rounds 0 --moves 2000
 
 Sizes, routings, channels and delays are random; every round is verified bit for bit. A rank that hangs
-ends the run with the stacks of all. After a kill every survivor must hold its error record within a
+ends the run with the stacks of all. In rounds with moves experts move while ranks die (moved_ranks.py).
+After a kill every survivor must hold its error record within a
 second, after a stop within the timeout and a second; then the survivors shrink and verify again.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 
 import harness
 import mishaps
+import moved_ranks
 import player
 from cases import FLOATS, ROUTINGS, Case, Round, Setup, verify_case
 
@@ -171,6 +174,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10000)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--moves", type=int, default=0, help="rounds in which ranks die while experts move")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     args = parser.parse_args()
     print(f"seed {args.seed}")
@@ -181,6 +185,9 @@ def main() -> int:
 
     try:
         suffer(args.kills, args.stops, args.seed, say=say, timed=True)
+        if args.moves:
+            moved_ranks.play(args.moves, args.seed, say=say)
+            moved_ranks.play(args.moves // 20, args.seed, kind="processes", say=say)
         soak(args.rounds, args.seed, say=say)
     finally:
         harness.POOL.reset()

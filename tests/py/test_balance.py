@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_balancer import serve_in_threads
+from test_moved_ranks import survive_in_threads
 
 import tokenway as tw
 from tokenway import balance
@@ -414,6 +415,7 @@ def test_the_programs_of_the_guide() -> None:
     assert names["update"].imbalance.mean() < 0.05 and names["logical_count"].sum() == 58 * 288
     follow_in_threads(names["follow"])
     serve_in_threads(names["serve"])
+    survive_in_threads(names["survive"])
 
 
 def follow_in_threads(follow: Any) -> None:

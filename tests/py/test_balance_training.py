@@ -24,7 +24,7 @@ from tokenway.tensors import numpy_dtype
 EXPERTS, TOP_K, HIDDEN, TOKENS, LAYERS = 8, 2, 5, 24, 2
 TENSORS = balance.trained({"scale": ((HIDDEN,), "float32"), "unused": (3, "float32")}, ("mean", "square"))
 
-pytestmark = pytest.mark.needs("loads")
+pytestmark = pytest.mark.needs("memory in common")
 
 
 # ---- one process, no replicas ----------------------------------------------------------------------
@@ -125,7 +125,7 @@ def learn(env: Any, group: tw.Group, weights: balance.Weights, step: int, layer:
     backend = env.backend
     ids, tokens, towards = batch(step, env.rank, layer)
     layout = "grouped" if group.exact else "expert_major"
-    handle = group.route(backend.tensor(ids), layer=layer)
+    handle = group.route(backend.tensor(ids.astype(numpy_dtype(group.id_dtype))), layer=layer)
     if group.exact:
         group.exchange_counts(handle)
     came = group.dispatch(handle, backend.tensor(tokens), layout=layout)
@@ -239,7 +239,7 @@ def all_alike(found: list[Any]) -> Any:
     return statistics, tables, changed
 
 
-@pytest.mark.parametrize("more", [{}, {"lanes": 2}, {"mode": "high_throughput"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"lanes": 2, "id_dtype": "int64"}, {"mode": "high_throughput"}], ids=str)
 def test_as_in_one_process(world, more) -> None:
     """Results, gradients, weights and states, whatever moves when."""
     found = world(min(3, world.most)).run(trained, 18, more, {"every": 4})

@@ -18,6 +18,7 @@ import tokenway as tw
 from tokenway import balance
 from tokenway.balance import board, rounds
 from tokenway.balance.copies import Thinking
+from tokenway.balance.given import slot_maps
 
 EXPERTS, TOP_K, HIDDEN, TOKENS, LAYERS = 8, 2, 6, 24, 2
 WEIGHTS = {"scale": ((HIDDEN,), "float32"), "shift": (3, "int16")}
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.needs("loads")
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rounds_come_to_an_end(seed: int) -> None:
-    """Whatever maps: each epoch fills spare slots alone, from slots in force, leaves each expert somewhere and as many
-    slots spare, and the last one is what was wanted."""
+    """Whatever maps, in which ranks may have fewer experts than wanted: each epoch fills spare slots alone, from slots
+    in force, leaves each expert somewhere and enough slots spare, and the last one is what was wanted."""
     rng = np.random.default_rng(seed)
     ranks, used, spare = int(rng.integers(1, 7)), int(rng.integers(1, 6)), int(rng.integers(1, 3))
     experts = int(rng.integers(max(1, ranks * used // 3), ranks * used + 1))
@@ -44,17 +45,34 @@ def test_rounds_come_to_an_end(seed: int) -> None:
     rank_of_slot = np.repeat(np.arange(ranks), used + spare)
     now = np.full(ranks * (used + spare), -1)
     now[np.tile(np.arange(used + spare) < used, ranks)] = drawn().ravel()
+    for slot in rng.permutation(len(now)):
+        if rng.random() < 0.3 and now[slot] >= 0 and (now == now[slot]).sum() > 1:
+            now[slot] = -1
     wanted = drawn()
     for epoch in rounds.epochs(0, now, wanted, rank_of_slot):
         table = np.array(epoch.table)
         assert set(table[table >= 0]) == set(range(experts))
-        assert (np.bincount(rank_of_slot[table < 0], minlength=ranks) == spare).all()
+        left = [np.bincount(rank_of_slot[each < 0], minlength=ranks) for each in (now, table)]
+        assert (left[1] >= spare).all() and (left[1] <= left[0]).all()
         for target, source in epoch.pulls:
             assert now[target] < 0 and now[source] == table[target]
         assert {p for p in range(len(now)) if table[p] not in (now[p], -1)} == {target for target, _ in epoch.pulls}
         now = table
     for rank in range(ranks):
         assert Counter(now[(rank_of_slot == rank) & (now >= 0)].tolist()) == Counter(wanted[rank].tolist())
+
+
+def test_ranks_with_fewer_experts_are_filled() -> None:
+    """With what is wanted most, a replica, and they lack; all if they have all."""
+    table, of = np.array([3, -1, -1, 0, 1, 2, -1, -1, 3]), np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    used = rounds.used_map(table, of, 3, 3, np.array([5.0, 4.0, 1.0, 12.0]))
+    assert used.tolist() == [3, 0, 1, 0, 1, 2, 3, 0, 1]
+    assert rounds.used_map(np.array([0, -1, 1]), np.array([0, 0, 0]), 1, 3, np.ones(2)).tolist() == [0, 1, 0]
+    without = rounds.used_map(table, of, 3, 3, None)
+    assert without.tolist() == [3, -1, -1, 0, 1, 2, 3, -1, -1]
+    maps = slot_maps(without[None], 4)
+    assert maps.logical_to_physical.tolist() == [[[3, -1], [4, -1], [5, -1], [0, 6]]]
+    assert maps.logical_count.tolist() == [[1, 1, 1, 2]]
 
 
 # ---- in a group ----------------------------------------------------------------------------------
@@ -83,7 +101,14 @@ def choices(step: int, rank: int, layer: int) -> np.ndarray:
 
 
 def layer_of(
-    env: Any, group: tw.Group, weights: balance.Weights, step: int, layer: int, kept: Any = None, keep: bool = False
+    env: Any,
+    group: tw.Group,
+    weights: balance.Weights,
+    step: int,
+    layer: int,
+    kept: Any = None,
+    keep: bool = False,
+    lane: int | None = None,
 ) -> Any:
     """A layer: each expert scales its rows by its own weights, read where they are. kept: a handle of the same step,
     to be used again. Gives the handle, which lives if it is to be kept."""
@@ -93,7 +118,7 @@ def layer_of(
     tokens = rng.standard_normal((len(ids), HIDDEN)).astype(np.float32)
     chosen = np.full(ids.shape, 0.5, np.float32)
     handle = kept or group.route(backend.tensor(ids), layer=layer)
-    received = group.dispatch(handle, backend.tensor(tokens), layout="expert_major")
+    received = group.dispatch(handle, backend.tensor(tokens), layout="expert_major", lane=lane)
     rows, scale = backend.array(received.tokens), backend.array(weights.tensor("scale", layer))
     with np.errstate(all="ignore"):  # of rows that nobody sent
         made = rows * scale[:, None, :]
@@ -131,9 +156,19 @@ def fill(env: Any, group: tw.Group, weights: balance.Weights) -> None:
         weights.tensor("scale", layer)[:] = env.backend.tensor(rows.astype(np.float32))
 
 
-def await_thoughts(balancer: balance.Balancer) -> None:
-    """However busy the machine is: what is planned is there in the next step. Copies may still be under way."""
+def await_thoughts(env: Any, balancer: balance.Balancer) -> None:
+    """However busy the machine is: what is planned is there in the next step, and where a plan travels in a message,
+    that is. Copies may still be under way. Collective."""
     Thinking.wait(balancer._beside)  # type: ignore[arg-type]
+    if balancer.weights.messages is None:
+        return
+    told = env.backend.tensor(np.array([[balancer._told]], np.float32))
+    number = env.backend.array(balancer.group.all_gatherv(told, bound=1).rows)[0, 0]
+    while env.rank != 0 and number > 0:
+        board = balancer._beside.read_board(0)
+        if board is not None and np.frombuffer(board, np.int64, 2)[1] >= number:
+            return
+        time.sleep(0.001)
 
 
 def balanced(
@@ -155,12 +190,13 @@ def balanced(
                     kept = None  # its end: what it used may be filled again
                 for layer in range(LAYERS):
                     layer_of(env, group, weights, step, layer)
-                await_thoughts(balancer)
+                await_thoughts(env, balancer)
                 if late != env.rank or step % 3 == 0:
                     balancer.step()
                 imbalances.append(imbalance(group, balancer, step))
             for step in range(steps, steps + 48):  # what is open comes to its end
                 balancer.paused = True
+                await_thoughts(env, balancer)
                 balancer.wait()
                 balancer.step()
                 for layer in range(LAYERS):

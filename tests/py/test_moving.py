@@ -392,17 +392,17 @@ def test_refused(world) -> None:
         assert next(outcomes, None) is None
 
 
-def shrunk(env: Any) -> tuple[Any, Any]:
+def shrunk(env: Any) -> tuple[Any, list[int]]:
     made = {"experts": 4, "top_k": 2, "hidden": 4, "max_tokens": 4, "dtype": "float32", "combine_dtype": "float32"}
     moves = tw.Placement([0, 1, 2, 3], count_loads=True, moves=True)
     with env.context(), tw.Group(env.comm, **made, expert_map=moves) as group:
-        said = harness.caught(group.shrink)
+        said = harness.caught(group.shrink, experts=5)
         with group.shrink(expert_map=replace(moves, slot_expert=[3, 2, 1, 0])) as smaller:
             return said, smaller.expert_of_slot().tolist()
 
 
-def test_survivors_are_told_their_maps(world) -> None:
-    """Ranks that were in other steps may have other maps: whoever shrinks such a group says which are in force."""
+def test_survivors_may_be_told_their_maps(world) -> None:
+    """Whoever shrinks such a group may give maps; those in force are of as many experts."""
     for said, table in world(min(2, world.most)).run(shrunk):
-        harness.said(said, "twInvalidUsage", "survivors may have different ones: give expert_map")
+        harness.said(said, "twInvalidArgument", "experts is 5; survivors keep the maps of the group, so it must be 4")
         assert table == [3, 2, 1, 0]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,11 +154,9 @@ def forward(experts: Any, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def await_threads(moved: Any) -> None:
     """However busy the machine is: plans and copies that were begun end before the next step."""
-    for planning in (moved._planning, moved.balancer._planning):
-        if planning is not None:
-            planning.exception()
-    while not all(moved.balancer._copies.ended(each.number) for each in moved.balancer._open):
-        time.sleep(0.001)
+    if moved._planning is not None:
+        moved._planning.exception()
+    moved.balancer.wait()
 
 
 def run_case(case: tuple[str, bool, str], hooks: Any, rank: int) -> dict[str, Any]:

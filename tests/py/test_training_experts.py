@@ -13,7 +13,7 @@ import tokenway as tw
 from tokenway import balance
 from tokenway.balance import replicas
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.needs("loads")]
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.needs("memory in common")]
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS, MOST = 8, 8, 6, 2, 2, 24
 SHAPES = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}

@@ -8,11 +8,11 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from test_balance_training import EXPERTS, LAYERS, all_alike, trained
+from test_balance_training import EXPERTS, LAYERS, TENSORS, all_alike, first_map, make_group, trained
 
 from tokenway import balance
 
-pytestmark = pytest.mark.needs("loads")
+pytestmark = pytest.mark.needs("memory in common")
 
 Given = dict[int, np.ndarray]  # by the step before which rank 0 is given it
 
@@ -101,3 +101,19 @@ def test_plans_that_are_refused(world) -> None:
     assert statistics.plans == 1 and [len(heard) for _, heard in found] == [2] + [0] * (len(found) - 1)
     for heard in found[0][1]:
         harness.said(heard, "twInvalidArgument", "physical_to_logical")
+
+
+def apart(env: Any) -> Any:
+    """What a rank hears that sees no peer's memory."""
+    with make_group(env, first_map(env.nranks, 7), TENSORS) as group:
+        weights = balance.Weights(group, TENSORS)
+        heard = harness.caught(balance.TrainingBalancer, group, weights)
+        weights.close()
+        return heard
+
+
+@pytest.mark.torch
+def test_over_a_carrier(torch) -> None:
+    """Nobody could sum there."""
+    for heard in harness.Threads("torch", 2).run(apart):
+        harness.said(heard, "twUnsupported", "no memory in common, so experts cannot be trained in replicas")

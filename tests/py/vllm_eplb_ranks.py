@@ -4,7 +4,6 @@ of PyTorch alone. Rows and weights are small whole numbers, so that results are 
 from __future__ import annotations
 
 import os
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -166,11 +165,9 @@ def model_of(case: dict[str, Any], config: Any, rank: int) -> Any:
 
 def await_threads(moved: Any) -> None:
     """However busy the machine is: plans and copies that were begun end before the next step."""
-    for planning in (moved._planning, moved.balancer._planning):
-        if planning is not None:
-            planning.exception()
-    while not all(moved.balancer._copies.ended(each.number) for each in moved.balancer._open):
-        time.sleep(0.001)
+    if moved._planning is not None:
+        moved._planning.exception()
+    moved.balancer.wait()
 
 
 def run_steps(

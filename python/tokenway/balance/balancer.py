@@ -110,12 +110,13 @@ class Balancer:
     slots, at most `step_bytes` in a step, and says so; each lane of the group goes by the new map from the same
     dispatch on, on all ranks.
 
-    group: of `Placement(..., moves=True)`, whose maps leave the same number of slots of each rank empty (-1), at least
-    one: those are spare. weights: `Weights` of that group, filled with what the maps say. every: None for no plans but
-    those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank). gain: a
-    layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as `balance.plan`.
-    paused: no plan is made; a plan under way ends, and `follow` goes on. beside: what works beside the steps (default:
-    threads, on a CUDA device a copy engine for copies).
+    group: of `Placement(..., moves=True)`, whose maps leave at least one slot of each rank empty (-1): those are spare.
+    Where ranks use unlike numbers of slots, as after a shrink, plans use as many on each as the most that one uses,
+    and fill them with replicas. weights: `Weights` of that group, filled with what the maps say. every: None for no
+    plans but those that `follow` gives. writes: most slots of a layer that a plan changes (default: one of each rank).
+    gain: a layer stays as it is unless its imbalance falls by so much. nodes, groups, node_tolerance: as
+    `balance.plan`. paused: no plan is made; a plan under way ends, and `follow` goes on. beside: what works beside the
+    steps (default: threads, on a CUDA device a copy engine for copies).
 
     It is planned for a `Forecast`, whose windows are the loads between two plans.
     """
@@ -172,9 +173,13 @@ class Balancer:
         self._given: Array | None = None  # rank 0: what `follow` was given, until it is looked at
         self.statistics = Statistics()
 
-    def step(self, streams: Iterable[Any] = ()) -> None:
+    def step(self, streams: Iterable[Any] = (), idle: Iterable[int] = ()) -> None:
         """Takes over what has happened since, and goes on with it. streams: those of CUDA, beside the current one, on
-        which steps of the group or its experts run. Errors: those of the group, once it is finished."""
+        which steps of the group or its experts run. idle: lanes on which the model makes no dispatches meanwhile, which
+        hold all epochs open; the same on all ranks. On each an empty dispatch is made, uncounted, a step of all ranks
+        like any other; no handle may hold the lane. Errors: those of the group, once it is finished."""
+        for lane in idle:
+            _pass(self.group, self.weights, lane)
         self._count(steps=1)
         self._close(streams)
         if not self._queue and not self._open:
@@ -275,20 +280,23 @@ class Balancer:
         for each in self._open:
             if each.told:
                 continue
-            begun = False
+            begun = ended = False
             try:
                 while each.pieces and each.pieces[0][3] <= left and not each.failed:
                     left -= each.pieces[0][3]
                     self._beside.begin(each.number, each.pieces.popleft())
                     begun = True
-                each.failed = each.failed or self._beside.failed(each.number)
+                # In this order: a copy that ended in between would hide its error.
+                ended = not begun and not each.pieces and self._beside.ended(each.number)
+                problem = self._beside.problem(each.number)
             except TokenwayError as error:
-                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, error)
+                problem = error
+            if problem is not None and not each.failed:
+                LOG.warning("epoch %d: a copy failed, so its layer keeps its map: %s", each.number, problem)
                 each.failed = True
             if each.pieces and not each.failed:
                 left = 0  # what comes behind does not overtake it
-            done = each.failed or (not begun and not each.pieces and self._beside.ended(each.number))
-            waits = waits or not done
+            waits = waits or not (ended or each.failed)
             if not waits:
                 self.group.moving.ready(each.number, failed=each.failed)
                 each.told = True
@@ -363,19 +371,14 @@ class Balancer:
         return self._beside.think(self._plans.epochs, self._tables.copy(), wanted)
 
     def _slots_in_use(self) -> int:
-        """Of each rank, the same in all maps. Errors: InvalidArgument."""
-        used = {
-            int(count)
-            for table in self._tables
-            for count in np.bincount(self.weights.rank_of_slot[table >= 0], minlength=self.group.nranks)
-        }
-        local = np.bincount(self.weights.rank_of_slot, minlength=self.group.nranks)
-        if len(used) != 1 or max(used) >= local.min():
-            what = f"has maps that use {sorted(used)} slots of a rank, of {sorted(set(local.tolist()))}"
-            raise InvalidArgument.of(
-                "group", f"{what}; they must use equally many, and leave some of each rank empty (-1)"
-            )
-        return used.pop()
+        """Of each rank, by a plan: the most that one uses in a map. Errors: InvalidArgument."""
+        rank_of_slot, ranks = self.weights.rank_of_slot, self.group.nranks
+        used = max(int(np.bincount(rank_of_slot[table >= 0], minlength=ranks).max()) for table in self._tables)
+        local = np.bincount(rank_of_slot, minlength=ranks)
+        if used >= local.min():
+            what = f"has maps that use up to {used} slots of a rank, of {sorted(set(local.tolist()))}"
+            raise InvalidArgument.of("group", f"{what}; plans use as many on each, and must leave some empty (-1)")
+        return used
 
     def _count(self, **more: Any) -> None:
         """Adds to the statistics, but for what is said anew each time."""
@@ -384,6 +387,18 @@ class Balancer:
         self.statistics = replace(
             old, **{name: value if name in last else getattr(old, name) + value for name, value in more.items()}
         )
+
+
+def _pass(group: Any, weights: Any, lane: int) -> None:
+    """Makes a dispatch of nothing on a lane, which tells and learns how far ranks are."""
+    place, like = group.native.place, weights.board()
+    tensors = {name: place.empty((0, of.elements), of.dtype, like) for name, of in group.shape.payloads.items()}
+    tokens = tensors.pop("tokens")
+    handle = group.route(place.empty((0, group.top_k), group.id_dtype, like))
+    if group.exact:
+        group.exchange_counts(handle, lane=lane)
+    group.dispatch(handle, tokens, tensors or None, bound=1, lane=lane, count=False)
+    handle.release()
 
 
 def _reached(version: int, epoch: int) -> bool:

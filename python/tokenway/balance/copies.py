@@ -1,8 +1,11 @@
 """What goes on beside the steps of a model: plans, in a thread; and copies of experts' weights, in another thread on
-the CPU, by a copy engine on a CUDA device."""
+the CPU, by a copy engine on a CUDA device, in messages where ranks have no memory in common."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -10,11 +13,51 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from tokenway.balance.messages import Messages
 from tokenway.balance.weights import Weights
 
 Piece = tuple[int, int, int, int]  # of Weights.pieces
 T = TypeVar("T")
 Made = TypeVar("Made", covariant=True)
+CLOSING = 10.0  # seconds that threads which wait for peers may take to notice that they need not
+
+
+class Line:
+    """A thread that makes calls in order. Unlike an executor's, a process that ends does not wait for it."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Has a call made behind those of before."""
+        future: Future[Any] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def end(self) -> None:
+        """Makes no more calls than the one that is under way."""
+        self._over = True
+        self._calls.put(None)
+
+    def ended(self, timeout: float) -> bool:
+        """Whether that has ended, in so many seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            if self._over:
+                future.cancel()
+                continue
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class Thought(Protocol[Made]):
@@ -39,8 +82,8 @@ class Beside(Protocol):
     def ended(self, epoch: int) -> bool:
         """Whether all copies that were begun for an epoch have ended."""
 
-    def failed(self, epoch: int) -> bool:
-        """Whether one of them has ended in an error."""
+    def problem(self, epoch: int) -> BaseException | None:
+        """The error that one of them has ended in."""
 
     def forget(self, epoch: int) -> None:
         """The epoch is decided."""
@@ -91,20 +134,26 @@ class HostCopies(Thinking):
     def __init__(self, weights: Weights):
         super().__init__()
         self._weights = weights
-        self._thread = ThreadPoolExecutor(1, "tokenway-move")
+        self._thread: Any = self._make_thread()
         self._begun: dict[int, list[Future[None]]] = defaultdict(list)
+
+    def _make_thread(self) -> Any:
+        return ThreadPoolExecutor(1, "tokenway-move")
 
     def begin(self, epoch: int, piece: Piece) -> None:
         """Begins a copy that an epoch needs."""
-        self._begun[epoch].append(self._thread.submit(self._weights.pull, piece, 0))
+        self._begun[epoch].append(self._thread.submit(self._move, piece))
+
+    def _move(self, piece: Piece) -> None:
+        self._weights.pull(piece, 0)
 
     def ended(self, epoch: int) -> bool:
         """Whether all copies that were begun for an epoch have ended."""
         return all(each.done() for each in self._begun[epoch])
 
-    def failed(self, epoch: int) -> bool:
-        """Whether one of them has ended in an error."""
-        return any(each.done() and each.exception() is not None for each in self._begun[epoch])
+    def problem(self, epoch: int) -> BaseException | None:
+        """The error that one of them has ended in."""
+        return next((each.exception() for each in self._begun[epoch] if each.done() and each.exception()), None)
 
     def forget(self, epoch: int) -> None:
         """The epoch is decided."""
@@ -162,10 +211,10 @@ class DeviceCopies(Thinking):
         """Whether all copies that were begun for an epoch have ended."""
         return epoch not in self._last or bool(self._last[epoch].query())
 
-    def failed(self, epoch: int) -> bool:
-        """Whether one of them has ended in an error: a device's error is its process's."""
+    def problem(self, epoch: int) -> BaseException | None:
+        """The error that one of them has ended in: none, as a device's error is its process's."""
         del epoch
-        return False
+        return None
 
     def forget(self, epoch: int) -> None:
         """The epoch is decided."""
@@ -212,6 +261,57 @@ class DeviceCopies(Thinking):
         self._stream.synchronize()
 
 
-def copies_of(weights: Weights) -> HostCopies | DeviceCopies:
+class MessageCopies(HostCopies):
+    """Where ranks have no memory in common, on the CPU and on a CUDA device. One thread asks peers for what this rank
+    needs, in order, and another takes what the planner tells."""
+
+    def __init__(self, weights: Weights, messages: Messages):
+        super().__init__(weights)
+        self._messages = messages
+        self._told: bytes | None = None
+        self._follower: Line | None = None
+
+    def _make_thread(self) -> Line:
+        return Line("tokenway-move")
+
+    def _move(self, piece: Piece) -> None:
+        self._weights.pull(piece, self._messages.memory.stream)
+        self._messages.memory.settle()
+
+    def freed(self, streams: Iterable[Any] = ()) -> None:
+        """Lets copies wait for what the current stream has now, and these: steps of before, which may read slots that
+        are free."""
+        self._messages.memory.behind(streams)
+
+    def write_board(self, told: bytes) -> bool:
+        """Tells other ranks."""
+        self._messages.server.tell(told)
+        self._told = told
+        return True
+
+    def read_board(self, rank: int) -> bytes | None:
+        """What a rank tells; None while that is on its way."""
+        if self._follower is None and rank != self._weights.group.rank:
+            self._follower = Line("tokenway-follow")
+            self._follower.submit(self._messages.follow, rank, self._take)
+        return self._told
+
+    def _take(self, board: bytes) -> None:
+        self._told = board
+
+    def close(self) -> None:
+        """Gives up copies that were begun: a peer that serves nothing must hold nobody up."""
+        Thinking.close(self)
+        lines = [line for line in (self._thread, self._follower) if line is not None]
+        for line in lines:
+            line.end()
+        until = time.monotonic() + CLOSING
+        while not all([line.ended(0.02) for line in lines]) and time.monotonic() < until:
+            self._messages.cut()  # again, as a call may have connected since
+
+
+def copies_of(weights: Weights) -> Beside:
     """Of a rank."""
+    if weights.messages is not None:
+        return MessageCopies(weights, weights.messages)
     return HostCopies(weights) if weights.group.device is None else DeviceCopies(weights)

@@ -17,7 +17,8 @@ class SlotMaps(NamedTuple):
     """Where experts are, int32, as DeepSeek's balancer says it. P counts the slots in use of all ranks, equally many of
     each: slot p is of rank p // (P / ranks), and spare slots have no number here.
 
-    physical_to_logical: [layers, P], the expert in each slot. logical_to_physical: [layers, E, most replicas], the
+    physical_to_logical: [layers, P], the expert in each slot; -1 for what a rank has fewer than others, as after a
+    shrink until the first plan. logical_to_physical: [layers, E, most replicas], the
     slots of each expert, ascending, -1 behind the last. logical_count: [layers, E], how many these are.
     """
 
@@ -29,13 +30,16 @@ class SlotMaps(NamedTuple):
 def slot_maps(physical_to_logical: Array, experts: int) -> SlotMaps:
     """Of maps [layers, P] in which each expert has a slot."""
     layers, places = physical_to_logical.shape
-    counts = np.stack([np.bincount(row, minlength=experts) for row in physical_to_logical])
-    slots = np.full((layers, experts, int(counts.max(initial=0))), -1, np.int32)
-    order = np.argsort(physical_to_logical, axis=1, kind="stable")
-    of = np.take_along_axis(physical_to_logical, order, axis=1)
+    known = np.where(physical_to_logical < 0, experts, physical_to_logical)  # one more, in the slots without any
+    counts = np.stack([np.bincount(row, minlength=experts + 1) for row in known])
+    slots = np.full((layers, experts + 1, int(counts.max(initial=0))), -1, np.int32)
+    order = np.argsort(known, axis=1, kind="stable")
+    of = np.take_along_axis(known, order, axis=1)
     nth = np.arange(places) - np.take_along_axis(np.cumsum(counts, axis=1) - counts, of, axis=1)
     slots[np.arange(layers)[:, None], of, nth] = order
-    return SlotMaps(physical_to_logical.astype(np.int32), slots, counts.astype(np.int32))
+    counts = counts[:, :experts].astype(np.int32)
+    slots = slots[:, :experts, : int(counts.max(initial=0))]
+    return SlotMaps(physical_to_logical.astype(np.int32), np.ascontiguousarray(slots), counts)
 
 
 def checked_plan(given: Any, layers: int, experts: int, places: int) -> Array:

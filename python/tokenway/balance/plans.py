@@ -39,7 +39,7 @@ class Plans:
     def refuse(self, experts: int, tables: Array) -> None:
         """Raises what the planner would: InvalidArgument."""
         uniform = np.ones((len(tables), experts))
-        planner.plan(uniform, **self._size, old=self.used(tables), writes=self._writes, **self._where)
+        planner.plan(uniform, **self._size, old=self.used(tables, uniform), writes=self._writes, **self._where)
 
     def find(self, loads: Array, dispatches: Array, tables: Array) -> Wanted:
         """(maps [layers, slots in use], None where nothing is gained; the imbalance before and after).
@@ -47,7 +47,8 @@ class Plans:
         loads, dispatches: the group's, [layers, E] and [layers]. tables: [layers, P], the maps in force. It is planned
         for what has come since the last call, and before that as far as it foretells it (`Forecast`)."""
         self._forecast.add(self.since_last(loads, dispatches))
-        expected, now = self._forecast.loads, self.used(tables)
+        expected = self._forecast.loads
+        now = self.used(tables, expected)
         made = planner.plan(expected, **self._size, old=now, writes=self._writes, **self._where)
         before = self._imbalance(expected, now)
         better = before - made.imbalance > self._gain
@@ -57,7 +58,7 @@ class Plans:
 
     def look_at(self, wanted: Array, loads: Array, tables: Array) -> Wanted:
         """The same of maps that were given."""
-        before, after = (self._imbalance(loads, maps) for maps in (self.used(tables), wanted))
+        before, after = (self._imbalance(loads, maps) for maps in (self.used(tables, loads), wanted))
         return self._if_other(tables, wanted), (float(before.mean()), float(after.mean()))
 
     def epochs(self, tables: Array, wanted: Array) -> list[rounds.Epoch]:
@@ -68,10 +69,12 @@ class Plans:
         depth = max((len(each) for each in lists), default=0)
         return [each[i] for i in range(depth) for each in lists if i < len(each)]
 
-    def used(self, tables: Array) -> Array:
-        """[layers, slots in use]: maps without spare slots, as the planner has them."""
-        ranks = self._size["ranks"]
-        return np.stack([rounds.used_map(table, self._rank_of_slot, ranks) for table in tables])
+    def used(self, tables: Array, loads: Array | None = None) -> Array:
+        """[layers, slots in use]: maps without spare slots, as the planner has them. loads: [layers, E], by which ranks
+        are filled that have fewer experts; None: with -1."""
+        of, wanted = self._rank_of_slot, [None] * len(tables) if loads is None else np.asarray(loads)
+        pairs = zip(tables, wanted, strict=True)
+        return np.stack([rounds.used_map(table, of, **self._size, loads=by) for table, by in pairs])
 
     def since_last(self, loads: Array, dispatches: Array) -> Array:
         """float64 [layers, E]: the loads of the dispatches since the last call alone, later ones counting for more, as

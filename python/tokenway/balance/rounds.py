@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Array = np.ndarray
+NOTHING = -2  # what a rank gives up that gets an expert more
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,27 @@ class Epoch:
     pulls: tuple[tuple[int, int], ...]
 
 
-def used_map(table: Array, rank_of_slot: Array, ranks: int) -> Array:
-    """[ranks * slots in use]: the experts of a map [P] by rank, without spare slots, as the planner has them."""
-    rows = [table[(rank_of_slot == rank) & (table >= 0)] for rank in range(ranks)]
-    return np.concatenate(rows).astype(np.int32)
+def used_map(table: Array, rank_of_slot: Array, ranks: int, slots: int, loads: Array | None) -> Array:
+    """[ranks * slots]: the experts of a map [P] by rank, without spare slots, as the planner has them. A rank that has
+    fewer than `slots` gets the experts too that are most wanted, by loads [E] a replica, and that it lacks; without
+    loads -1."""
+    rows = [table[(rank_of_slot == rank) & (table >= 0)].tolist() for rank in range(ranks)]
+    held = Counter(expert for row in rows for expert in row)
+    for row in rows:
+        row += [-1] * (slots - len(row) if loads is None else 0)
+        while loads is not None and len(row) < slots:
+            expert = min(range(len(loads)), key=lambda e: (e in row, -loads[e] / held[e], e))
+            row.append(expert)
+            held[expert] += 1
+    return np.array(rows, np.int32).ravel()
 
 
 def epochs(layer: int, table: Array, wanted: Array, rank_of_slot: Array) -> Iterator[Epoch]:
     """Epochs from a map, table [P] with -1 for spare slots, to one in which each rank has the experts that it has in
     wanted [ranks, slots in use], wherever they are. Ends early where spare slots do not suffice to go on.
 
-    In each epoch a rank gets as many experts as it has spare slots, and gives up as many: a map has as many spare slots
-    as the one before. Every expert stays in a slot somewhere. All ranks find the same epochs.
+    In each epoch a rank gets as many experts as it has spare slots, and gives up as many, or fewer where it is to have
+    more than it has. Every expert stays in a slot somewhere. All ranks find the same epochs.
     """
     slots = [np.flatnonzero(rank_of_slot == rank).tolist() for rank in range(len(wanted))]
     wants = [Counter(row) for row in wanted.tolist()]
@@ -48,15 +58,17 @@ def epochs(layer: int, table: Array, wanted: Array, rank_of_slot: Array) -> Iter
             spare = next(slot for slot in slots[rank] if now[slot] < 0 and following[slot] < 0)
             source = min((of[slot] != rank, sources[of[slot]], slot) for slot in holders[expert])[2]
             sources[of[source]] += 1
-            freed = next(slot for slot in slots[rank] if following[slot] == gone and now[slot] == gone)
-            following[spare], following[freed] = expert, -1
+            following[spare] = expert
+            if gone != NOTHING:
+                following[next(slot for slot in slots[rank] if following[slot] == gone and now[slot] == gone)] = -1
             pulls.append((spare, source))
         yield Epoch(layer, tuple(following), tuple(pulls))
         now = following
 
 
 def _pairs(now: list[int], wants: list[Counter[int]], slots: list[list[int]]) -> list[tuple[int, int, int]]:
-    """(rank, the expert that it gets, the one that it gives up) of the next epoch; none where all is as wanted."""
+    """(rank, the expert that it gets, the one that it gives up or NOTHING) of the next epoch; none where all is as
+    wanted."""
     ranks = range(len(wants))
     held = [Counter(now[slot] for slot in row if now[slot] >= 0) for row in slots]
     staying: Counter[int] = Counter()
@@ -65,6 +77,7 @@ def _pairs(now: list[int], wants: list[Counter[int]], slots: list[list[int]]) ->
     # First what no rank keeps, as others cannot give it up before; and what is given up last is what only it has.
     gets = [sorted((wants[r] - held[r]).elements(), key=lambda expert: (staying[expert] > 0, expert)) for r in ranks]
     gives = [sorted((held[r] - wants[r]).elements(), key=lambda expert: (staying[expert] == 0, expert)) for r in ranks]
+    gives = [[NOTHING] * (len(more) - len(less)) + less for more, less in zip(gets, gives, strict=True)]
     spare = [sum(now[slot] < 0 for slot in row) for row in slots]
     found = [(r, *pair) for r in ranks for pair in list(zip(gets[r], gives[r], strict=True))[: spare[r]]]
     while lost := _lost(now, found):
@@ -84,13 +97,13 @@ def _chain(gets: list[list[int]], gives: list[list[int]], staying: Counter[int])
             return [(rank, got, chain[begun][2]), *chain[begun + 1 :]]
         gone = gives[rank][0]
         chain.append((rank, got, gone))
-        rank = None if staying[gone] else next(r for r, row in enumerate(gets) if gone in row)
+        rank = None if gone == NOTHING or staying[gone] else next(r for r, row in enumerate(gets) if gone in row)
     return chain
 
 
 def _lost(now: list[int], pairs: list[tuple[int, int, int]]) -> set[int]:
     """Experts that would be in no slot."""
     left = Counter(expert for expert in now if expert >= 0)
-    left.subtract(gone for _, _, gone in pairs)
+    left.subtract(gone for _, _, gone in pairs if gone != NOTHING)
     left.update(expert for _, expert, _ in pairs)
     return {expert for expert, count in left.items() if count <= 0}

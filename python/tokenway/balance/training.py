@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tokenway.balance import board, rounds
-from tokenway.balance.balancer import LOG, OPEN, PLANNER, Balancer, _reached
+from tokenway.balance.balancer import LOG, OPEN, PLANNER, Balancer, _pass, _reached
 from tokenway.balance.replicas import Replicas, led_anew
 from tokenway.balance.weights import Weights
 from tokenway.errors import InternalError, TokenwayError
@@ -41,8 +41,8 @@ class TrainingBalancer(Balancer):
     weights: Weights
 
     def __init__(self, group: Group, weights: Weights, **options: Any):
+        self.replicas = Replicas(weights)  # refuses before there is a thread
         super().__init__(group, weights, **options)
-        self.replicas = Replicas(weights)
         self._rounds: deque[list[rounds.Epoch]] = deque()  # of the plan under way: epochs that go together
         self._asks = self._every is None  # in the next step: whether rank 0 has a plan
 
@@ -51,9 +51,11 @@ class TrainingBalancer(Balancer):
         """Whether this rank has done all of the last plan that it knows."""
         return not self._rounds
 
-    def step(self, streams: Iterable[Any] = ()) -> None:
-        """Collective. streams: those of CUDA, beside the current one, on which steps or the optimiser have run. Errors:
-        those of the group, once it is finished."""
+    def step(self, streams: Iterable[Any] = (), idle: Iterable[int] = ()) -> None:
+        """Collective. streams: those of CUDA, beside the current one, on which steps or the optimiser have run. idle:
+        of no account here, where all lanes make dispatches of nothing when maps switch. Errors: those of the group,
+        once it is finished."""
+        del idle
         for stream in streams:
             self.group.native.place.current_stream().wait_stream(stream)
         self._count(steps=1)
@@ -160,22 +162,7 @@ class TrainingBalancer(Balancer):
         """Makes dispatches without tokens until all lanes of all ranks have an epoch: it is they that tell."""
         for _ in range(TURNS):
             for lane in range(self.group.settings.lanes or 1):
-                self._dispatch_nothing(lane)
+                _pass(self.group, self.weights, lane)
             if self.replicas.agree(_reached(self.group.moving.epochs().agreed, epoch)):
                 return
         raise InternalError(f"epoch {epoch} is ready on all ranks, and has not come after {TURNS} dispatches")
-
-    def _dispatch_nothing(self, lane: int) -> None:
-        group, empty = self.group, self.group.native.place.empty
-        extra = {
-            name: empty((0, field.elements), field.dtype, None)
-            for name, field in group.shape.payloads.items()
-            if name != "tokens"
-        }
-        handle = group.route(empty((0, group.top_k), group.id_dtype, None))
-        if group.exact:
-            group.exchange_counts(handle, lane=lane)
-        layout = "flat" if group.exact else "rank_major"
-        tokens = empty((0, group.hidden), group.dtype, None)
-        group.dispatch(handle, tokens, payloads=extra or None, layout=layout, bound=1, lane=lane, count=False)
-        handle.release()

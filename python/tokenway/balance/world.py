@@ -64,8 +64,10 @@ class World:
 
     def imbalance(self, choices: Array) -> Array:
         """[layers], of ranks that serve choices [layers, E] by the maps in force, an expert's split evenly."""
-        used = np.stack([rounds.used_map(table, self.rank_of_slot, self.ranks) for table in self.tables])
-        size = {"ranks": self.ranks, "slots": used.shape[1] // self.ranks}
+        of, ranks = self.rank_of_slot, self.ranks
+        slots = int(max(np.bincount(of[table >= 0], minlength=ranks).max() for table in self.tables))
+        size = {"ranks": ranks, "slots": slots}
+        used = np.stack([rounds.used_map(table, of, **size, loads=None) for table in self.tables])
         return planner.imbalance(planner.rank_loads(choices, used, **size))
 
     def stage(self, epoch: int, layer: int, table: tuple[int, ...]) -> None:
@@ -187,10 +189,10 @@ class PlayedBeside:
         """Whether all of an epoch have ended."""
         return epoch not in self._last or self._world.step >= self._last[epoch] + self._world.copy_steps
 
-    def failed(self, epoch: int) -> bool:
+    def problem(self, epoch: int) -> BaseException | None:
         """None fails."""
         del epoch
-        return False
+        return None
 
     def forget(self, epoch: int) -> None:
         """The epoch is decided."""

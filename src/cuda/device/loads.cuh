@@ -4,7 +4,8 @@
 //
 // The words of a dispatch lie in one of four banks, by its number among the group's on the channel, which all ranks
 // have alike: a refusal counts too. A rank that makes dispatch d reads those of d - 1; its peers are at d + 1 at most
-// (S2), so nothing of d + 3 is written there meanwhile.
+// (S2), so nothing of d + 3 is written there meanwhile. Over a staged transport the words are a block for each rank, in
+// one bank, that the dispatch's moves bring (transport/target.cuh).
 //
 // What breaks if this changes: averages differ between ranks, and with them what they decide; the bits of results do
 // not.
@@ -24,11 +25,9 @@ __device__ inline bool does_nothing_else(const DispatchParams& p) {
 
 // Stores a word at all ranks. By a thread.
 __device__ inline void tell_word(const GroupView& g, int channel, uint32_t dispatch, uint64_t word, uint32_t value) {
-  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
-  const uint64_t place = g.map.loads(channel, bank, g.me) + sizeof(uint64_t) * word;
 #pragma unroll 1
   for (int rank = 0; rank < g.map.shape().ranks; ++rank) {
-    put_word(window_of(g, rank) + place, told_word(dispatch, value));
+    put_word(loads_target(g, channel, dispatch, rank) + sizeof(uint64_t) * word, told_word(dispatch, value));
   }
 }
 
@@ -71,7 +70,7 @@ struct Told {
 __device__ __noinline__ static Told load_told(const GroupView& g, int channel, uint32_t dispatch, int expert) {
   constexpr int kAtOnce = 4;
   const int ranks = g.map.shape().ranks;
-  const int bank = static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+  const int bank = loads_bank(g, dispatch);
   const auto place = [&](int source, int word) {
     return window_of(g, g.me) + g.map.loads(channel, bank, source) + sizeof(uint64_t) * static_cast<uint64_t>(word);
   };
@@ -146,7 +145,7 @@ __device__ inline void tell_ready(const GroupView& g, int channel, uint32_t disp
 
 // Gives what a source has told of that in a dispatch. *good becomes false if that never comes.
 __device__ inline uint32_t told_ready(const GroupView& g, int channel, uint32_t dispatch, int source, bool* good) {
-  const uint64_t place = g.map.loads(channel, static_cast<int>(dispatch % WindowMap::kLoadsBanks), source);
+  const uint64_t place = g.map.loads(channel, loads_bank(g, dispatch), source);
   const std::byte* const at =
       window_of(g, g.me) + place + sizeof(uint64_t) * (WindowMap::loads_words(g.map.shape()) - 1);
   uint64_t told = load_word(at);

@@ -200,8 +200,8 @@ class NvlinkBackend : public Backend {
   Status run_refusal(StepPlace at, const Refusal& refusal, bool send, bool receive);
   // Makes a step (host/steps.cc): one kernel, or, over a staged transport, one before the moves and one behind them.
   // Without `sends` the step was sent alone before, and is finished now.
-  template <class Call, class Regions, class Run>
-  Status make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run);
+  template <class Call, class MakeBlocks, class Run>
+  Status make(const Call& call, bool sends, MakeBlocks&& blocks, Run&& run);
   Status make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
   Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
   Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
@@ -214,13 +214,12 @@ class NvlinkBackend : public Backend {
     const auto me = static_cast<uint32_t>(context_.me);
     control_->announce_abort({twPeerAborted, me, me, true});
   }
-  static std::vector<Region> dispatched(const WindowMap& map, int32_t bound);
-  static std::vector<Region> combined(const WindowMap& map, int32_t bound, bool values);
-  std::vector<Region> counted() const;
-  std::vector<Region> collected(const CollectiveMap& places) const;
+  Blocks dispatched(const WindowMap& map, int channel, int32_t bound) const;
+  static Blocks combined(const WindowMap& map, int32_t bound, bool values);
+  Blocks counted() const;
+  Blocks collected(const CollectiveMap& places) const;
   template <class Run>
-  Status send_staged(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only, void* stream,
-                     Run&& run);
+  Status send_staged(StepPlace at, const Blocks& blocks, bool send_only, void* stream, Run&& run);
   template <class Run>
   Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);

@@ -15,10 +15,6 @@ namespace tw::cuda {
 
 Status NvlinkBackend::fill_view(const BackendInit& init) {
   const Status fits = budget_for(shape(), &budget_);
-  if (shape().counts_loads != 0 && staged_ != nullptr) {
-    return fail(twUnsupported, "{} is 1; between CUDA devices over a carrier dispatches tell no counts",
-                Argument("config.placement->count_loads"));
-  }
   fit_view();
   view_.me = context_.me;
   view_.local_experts = context_.local_experts;

@@ -56,7 +56,7 @@ Status NvlinkBackend::keep_sharing_pace(const SharingCall& call) {
   if (staged_ == nullptr) return {};
   const OnDevice on(device_);
   remember(call.stream);
-  TW_RETURN_IF_FAILED(staged_->start(call.at, bank_at(call.at), collected(call.places), false, true, call.stream));
+  TW_RETURN_IF_FAILED(staged_->start(call.at, bank_at(call.at), collected(call.places), true, call.stream));
   return staged_->join(call.at.channel, call.stream);
 }
 

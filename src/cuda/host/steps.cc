@@ -23,33 +23,37 @@ GroupView NvlinkBackend::view_at(StepPlace at, const WindowMap& map, bool waits)
   return view;
 }
 
-std::vector<Region> NvlinkBackend::dispatched(const WindowMap& map, int32_t bound) {
-  std::vector<Region> regions;
+Blocks NvlinkBackend::dispatched(const WindowMap& map, int channel, int32_t bound) const {
+  Blocks blocks;
   const auto rows = static_cast<uint64_t>(bound);
   for (int q = 0; q < map.shape().payloads; ++q) {
-    regions.push_back({map.payload_begin(q), rows * map.shape().payload_bytes[q]});
+    blocks.regions.push_back({map.payload_begin(q), rows * map.shape().payload_bytes[q]});
   }
-  regions.push_back({map.meta_begin(), rows * meta_bytes(map.shape().top_k)});
-  return regions;
+  blocks.regions.push_back({map.meta_begin(), rows * meta_bytes(map.shape().top_k)});
+  blocks.land = map.shape().exact();
+  if (shape().counts_loads != 0) {
+    blocks.loads = {context_.map.loads(channel, 0, 0), sizeof(uint64_t) * WindowMap::loads_words(shape())};
+  }
+  return blocks;
 }
 
-std::vector<Region> NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values) {
+Blocks NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values) {
   const auto rows = static_cast<uint64_t>(bound);
   const Shape& shape = map.shape();
   const auto each = static_cast<uint64_t>(shape.per_expert != 0 ? shape.top_k : 1);
-  std::vector<Region> regions{{0, rows * each * shape.combine_bytes}};
-  if (values) regions.push_back({map.values_begin(), rows * choice_bytes(map.shape().top_k)});
-  return regions;
+  Blocks blocks{{{0, rows * each * shape.combine_bytes}}};
+  if (values) blocks.regions.push_back({map.values_begin(), rows * choice_bytes(map.shape().top_k)});
+  return blocks;
 }
 
-std::vector<Region> NvlinkBackend::counted() const { return {{0, WindowMap::counts_bytes(shape())}}; }
+Blocks NvlinkBackend::counted() const { return {{{0, WindowMap::counts_bytes(shape())}}}; }
 
-std::vector<Region> NvlinkBackend::collected(const CollectiveMap& places) const {
-  std::vector<Region> regions;
+Blocks NvlinkBackend::collected(const CollectiveMap& places) const {
+  Blocks blocks;
   for (int q = 0; q < places.tensors; ++q) {
-    regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * places.row_bytes[q]});
+    blocks.regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * places.row_bytes[q]});
   }
-  return regions;
+  return blocks;
 }
 
 // Whether somebody else is to blame for moves that cannot be made: that is known in a moment, or not at all.
@@ -67,10 +71,9 @@ bool NvlinkBackend::in_trouble() const {
 // Sends a step over the staged transport, and receives it unless `send_only`; `run(send, receive)` launches. What could
 // not be moved does not come: the kernel that waits for it finds that out, and who is to blame.
 template <class Run>
-Status NvlinkBackend::send_staged(StepPlace at, const std::vector<Region>& regions, bool land, bool send_only,
-                                  void* stream, Run&& run) {
+Status NvlinkBackend::send_staged(StepPlace at, const Blocks& blocks, bool send_only, void* stream, Run&& run) {
   TW_RETURN_IF_FAILED(run(true, false));
-  Status started = staged_->start(at, bank_at(at), regions, land, !send_only, stream);
+  Status started = staged_->start(at, bank_at(at), blocks, !send_only, stream);
   const bool alone = !started.ok() && !in_trouble();
   if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
   if (alone) return started;
@@ -101,16 +104,16 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   return launched("rows of a dispatch", launch_land(p, view_blocks(limited(budget_, call.sm_limit)), call.stream));
 }
 
-template <class Call, class Regions, class Run>
-Status NvlinkBackend::make(const Call& call, bool sends, bool land, Regions&& regions, Run&& run) {
+template <class Call, class MakeBlocks, class Run>
+Status NvlinkBackend::make(const Call& call, bool sends, MakeBlocks&& blocks, Run&& run) {
   if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
   if (!sends) return arrive(call.at, false, call.stream, run);
-  return send_staged(call.at, regions(), land, call.send_only, call.stream, run);
+  return send_staged(call.at, blocks(), call.send_only, call.stream, run);
 }
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, call.rows.map.shape().exact(), [&] { return dispatched(call.rows.map, call.bound); },
+      call, sends, [&] { return dispatched(call.rows.map, call.at.channel, call.bound); },
       [&](bool send, bool receive) -> Status {
         if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
         return run_dispatch(call, handle, send, receive);
@@ -119,7 +122,7 @@ Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& hand
 
 Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, false, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
+      call, sends, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
       [&](bool send, bool receive) -> Status {
         if (send) TW_RETURN_IF_FAILED(put_values(call, handle));
         TW_RETURN_IF_FAILED(run_combine(call, handle, send, receive));
@@ -129,26 +132,27 @@ Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle
 
 Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, false, [&] { return counted(); },
+      call, sends, [&] { return counted(); },
       [&](bool send, bool receive) { return run_counts(call, handle, send, receive); });
 }
 
 Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
   return make(
-      call, sends, false, [&] { return collected(call.places); },
+      call, sends, [&] { return collected(call.places); },
       [&](bool send, bool receive) { return run_collective(call, send, receive); });
 }
 
 Status NvlinkBackend::make_sharing(const SharingCall& call, HandleArrays& handle) {
   return make(
-      call, true, false, [&] { return collected(call.places); },
+      call, true, [&] { return collected(call.places); },
       [&](bool send, bool receive) { return run_sharing(call, handle, send, receive); });
 }
 
 bool NvlinkBackend::describe(twPortableInfo_t* info) const {
   if (staged_ == nullptr) return false;
   info->strategy = twRouted;
-  for (const Region& region : dispatched(context_.map, shape().max_tokens))
+  info->channel = staged_->carrier_channel();
+  for (const Region& region : dispatched(context_.map, 0, shape().max_tokens).regions)
     info->inline_bytes += static_cast<int64_t>(region.bytes);
   return true;
 }
@@ -162,7 +166,7 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const CombineRows& 
   if (staged_ == nullptr) return {};
   const OnDevice on(device_);
   remember(stream);
-  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(sent.map, bound, sent.values), false, true, stream));
+  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(sent.map, bound, sent.values), true, stream));
   return staged_->join(at.channel, stream);
 }
 
@@ -175,13 +179,12 @@ Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
 Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
   const int32_t bound = refusal.bound > 0 ? refusal.bound : refusal.map.shape().default_bound();
-  std::vector<Region> regions;
-  if (refusal.phase == twPhaseDispatch) regions = dispatched(refusal.map, bound);
-  if (refusal.phase == twPhaseCombine) regions = combined(refusal.map, bound, refusal.values);
-  if (refusal.phase == twPhaseCounts) regions = counted();
-  if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) regions = collected(refusal.places);
-  const bool land = refusal.phase == twPhaseDispatch && refusal.map.shape().exact();
-  return send_staged(at, regions, land, false, refusal.stream,
+  Blocks blocks;
+  if (refusal.phase == twPhaseDispatch) blocks = dispatched(refusal.map, at.channel, bound);
+  if (refusal.phase == twPhaseCombine) blocks = combined(refusal.map, bound, refusal.values);
+  if (refusal.phase == twPhaseCounts) blocks = counted();
+  if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) blocks = collected(refusal.places);
+  return send_staged(at, blocks, false, refusal.stream,
                      [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }
 

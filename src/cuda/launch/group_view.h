@@ -32,7 +32,7 @@ struct GroupView {
   ControlPage* const* pages;       // [N]
   // The next two are for a staged transport, else NULL. `out`: the memory for what goes out, with a block for each rank
   // in place of its window. It is given as the address at which a window would begin whose bank of this step is that
-  // memory. `out_signals`: this rank's signals, [N].
+  // memory. `out_signals`: this rank's signals, [N], and behind them, at outgoing_loads, what it tells of loads.
   std::byte* out;
   std::byte* out_signals;
   int32_t waits;  // 1: the wait for the end of the step follows at once
@@ -42,6 +42,13 @@ struct GroupView {
   uint64_t timeout_ns;
   LoadsView loads;
 };
+
+// Gives where a channel's outgoing load statistics begin behind its outgoing signals, over a staged transport: words of
+// exchange/loads.h for each rank, [N, loads_words].
+constexpr uint64_t outgoing_loads(int ranks) {
+  const uint64_t signals = kSignalStride * static_cast<uint64_t>(ranks);
+  return (signals + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
+}
 
 // Gives how many words of marks a channel has, [groups of tokens, N]. It is 0 if there is one round alone, whose marks
 // stay in the block that makes them. Exact layouts keep theirs in handles. (The shape of a group of both modes and that

@@ -14,8 +14,9 @@ namespace tw::cuda {
 
 StagedTransport::StagedTransport(const BackendInit& init)
     : map_(init.context->map), calls_(init.carrier->calls), device_(init.device) {
-  const uint64_t signals = kSignalStride * static_cast<uint64_t>(map_.shape().ranks);
-  signals_bytes_ = (signals + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
+  // Of all groups that this window may have: one of them at a time has a step on a channel.
+  const uint64_t loads = map_.room().loads;
+  bank_at_ = outgoing_loads(map_.shape().ranks) + (loads + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
   channel_bytes_ = channel_bytes_of(map_);
 }
 
@@ -92,20 +93,19 @@ void StagedTransport::place(StepPlace at, const WindowMap& map, GroupView* view)
   view->out_signals = channel_at(at.channel);
 }
 
-Status StagedTransport::start(StepPlace at, uint64_t bank, const std::vector<Region>& regions, bool land, bool at_once,
-                              void* stream) {
+Status StagedTransport::start(StepPlace at, uint64_t bank, const Blocks& blocks, bool at_once, void* stream) {
   std::byte* const window = window_->data();
-  std::byte* const to = land ? arrivals_at(at.channel) : window + bank;
+  std::byte* const to = blocks.land ? arrivals_at(at.channel) : window + bank;
   std::vector<twMove_t> moves;
-  std::vector<uint64_t> sizes{kSignalStride};
-  for (const Region& region : regions) sizes.push_back(region.bytes);
-  const auto add = [&](const std::byte* send, std::byte* recv, const uint64_t* bytes) {
-    if (*bytes > 0) moves.push_back({sizeof(twMove_t), twMoveBlocks, at.channel, send, recv, bytes, bytes});
+  const uint64_t signal = kSignalStride;
+  const auto add = [&](const std::byte* send, std::byte* recv, const uint64_t& bytes) {
+    if (bytes > 0) moves.push_back({sizeof(twMove_t), twMoveBlocks, at.channel, send, recv, &bytes, &bytes});
   };
-  for (size_t i = 0; i < regions.size(); ++i) {
-    add(bank_of(at.channel) + regions[i].begin, to + regions[i].begin, &sizes[i + 1]);
+  for (const Region& region : blocks.regions) {
+    add(bank_of(at.channel) + region.begin, to + region.begin, region.bytes);
   }
-  add(channel_at(at.channel), window + map_.signal(at.channel, at.bank(), 0), sizes.data());
+  add(loads_of(at.channel), window + blocks.loads.begin, blocks.loads.bytes);
+  add(channel_at(at.channel), window + map_.signal(at.channel, at.bank(), 0), signal);
   if (carrier_channel_ < 0) {  // one rank alone
     for (const twMove_t& move : moves) {
       TW_CUDA(cudaMemcpyAsync(move.recv, move.send, *move.send_bytes, cudaMemcpyDeviceToDevice,

@@ -26,6 +26,14 @@ struct Region {
   uint64_t bytes;
 };
 
+// What the moves of a step bring: regions of its bank or, if they `land`, of where rows arrive that are put together
+// afterwards; and load statistics, a block for each rank to where `loads` begins in the window.
+struct Blocks {
+  std::vector<Region> regions;
+  bool land = false;
+  Region loads{};
+};
+
 class StagedTransport {
  public:
   // Makes the transport of a group. Collective; uses `tag`. `window` is this rank's. A failed `ready` is told to the
@@ -44,24 +52,27 @@ class StagedTransport {
   // Where rows of a dispatch arrive that are put together afterwards, in high throughput alone.
   const std::byte* receive_offset(int channel) const { return arrivals_at(channel); }
 
-  // Begins to move the signals and the regions of a step, into the bank at that offset of the window or, if they
-  // `land`, to receive_offset().
-  Status start(StepPlace at, uint64_t bank, const std::vector<Region>& regions, bool land, bool at_once, void* stream);
+  // Begins to move the signals and the blocks of a step, into the bank at that offset of the window or, if they `land`,
+  // to receive_offset().
+  Status start(StepPlace at, uint64_t bank, const Blocks& blocks, bool at_once, void* stream);
   // Makes whatever comes next on the stream follow that move.
   Status join(int channel, void* stream);
   // Makes memory for what goes out by a larger map, and room for what comes in by it, apart from the window: *grown
   // becomes a map of there. What graphs and moves of before use stays until the group ends. end_growth: see Backend.
   Status prepare_growth(const BackendInit& init, WindowMap* grown);
   void end_growth(bool grown);
+  // What the carrier has given for these ranks; -1: one rank alone.
+  int64_t carrier_channel() const { return carrier_channel_; }
   // Ends the moves that are under way, soon; may be called from any thread.
   void abort();
 
  private:
   explicit StagedTransport(const BackendInit& init);
-  uint64_t channel_bytes_of(const WindowMap& map) const { return signals_bytes_ + map.bank_bytes(); }
+  uint64_t channel_bytes_of(const WindowMap& map) const { return bank_at_ + map.bank_bytes(); }
   bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
   std::byte* channel_at(int channel) const { return memory_ + channel_bytes_ * static_cast<uint64_t>(channel); }
-  std::byte* bank_of(int channel) const { return channel_at(channel) + signals_bytes_; }
+  std::byte* loads_of(int channel) const { return channel_at(channel) + outgoing_loads(map_.shape().ranks); }
+  std::byte* bank_of(int channel) const { return channel_at(channel) + bank_at_; }
   std::byte* arrivals_at(int channel) const { return arrivals_ + map_.bank_bytes() * static_cast<uint64_t>(channel); }
 
   WindowMap map_;  // the arena's: its groups may end before this does
@@ -76,7 +87,7 @@ class StagedTransport {
   std::byte* next_memory_ = nullptr;
   std::byte* next_arrivals_ = nullptr;
   std::shared_ptr<DeviceMapping> next_region_;
-  uint64_t signals_bytes_ = 0;
+  uint64_t bank_at_ = 0;  // in a channel, behind signals and load statistics
   uint64_t channel_bytes_ = 0;
   std::atomic<bool> aborted_ = false;
 };

@@ -40,6 +40,18 @@ __device__ inline std::byte* signal_target(const GroupView& g, int channel, int 
   return window_of(g, rank) + g.map.signal(channel, bank, g.me);
 }
 
+// Gives in which bank of the load statistics the words of a dispatch come to lie. Over a staged transport one bank is
+// enough: the move of a dispatch's words comes behind the kernel that takes those of the one before.
+__device__ inline int loads_bank(const GroupView& g, uint32_t dispatch) {
+  return is_staged(g) ? 0 : static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+}
+// Gives where this rank's words of a dispatch for a rank go (exchange/loads.h).
+__device__ inline std::byte* loads_target(const GroupView& g, int channel, uint32_t dispatch, int rank) {
+  if (!is_staged(g)) return window_of(g, rank) + g.map.loads(channel, loads_bank(g, dispatch), g.me);
+  const uint64_t words = WindowMap::loads_words(g.map.shape()) * static_cast<uint64_t>(rank);
+  return g.out_signals + outgoing_loads(g.map.shape().ranks) + sizeof(uint64_t) * words;
+}
+
 // Gives a partial's place in its owner's inbox, as an offset from target_of: by the owner's token and position where
 // they are known, otherwise by the slot that its row came in. `header`: the row's header, or its slot.
 __device__ inline uint64_t inbox_target(const GroupView& g, int channel, int bank, int owner, uint64_t header,
