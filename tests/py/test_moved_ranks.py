@@ -11,7 +11,7 @@ import moved_ranks
 import numpy as np
 import pytest
 from moved_plans import PHASES, Maps
-from test_balancer import EXPERTS, LAYERS, WEIGHTS, await_threads, fill, layer_of, make, value_of
+from test_balancer import EXPERTS, LAYERS, WEIGHTS, fill, layer_of, make, value_of
 
 import tokenway as tw
 from tokenway import balance
@@ -109,7 +109,7 @@ def run(env: Any, group: Any, weights: Any, balancer: Any, steps: int, dies: boo
     for step in range(steps):
         for layer in range(LAYERS):
             layer_of(env, group, weights, step, layer)
-        await_threads(balancer)
+        balancer.wait()
         balancer.step()
     if dies:
         group.abort()
@@ -216,7 +216,7 @@ def idle(env: Any, told: bool) -> Any:
         with balance.Balancer(group, weights, every=4, gain=0.0) as balancer:
             for step in range(48):
                 layer_of(env, group, weights, step, 0, lane=0)
-                await_threads(balancer)
+                balancer.wait()
                 balancer.step(idle=(1,) if told else ())
         counted = group.counted_dispatches.tolist()
         return balancer.statistics.epochs, group.moving.epochs().lanes, counted
