@@ -4,6 +4,7 @@
     python examples/04_train_moe_lm.py --ranks 2 --steps 100 --plot loss.png
     python examples/04_train_moe_lm.py --text FOLDER --record-routing routing.npz
     python examples/04_train_moe_lm.py --device cuda --ranks 8  # a GPU each
+    python examples/04_train_moe_lm.py --balance 20             # experts move as their load does
     python examples/04_train_moe_lm.py --check-ranks            # the same losses, however many ranks there are?
     python examples/04_train_moe_lm.py --check-ranks --device cuda
 
@@ -35,6 +36,7 @@ from moe_lm import (
     SumOverRanks,
     add_gradients,
     bigram_loss,
+    expert_tensors,
     layer_group,
     parameters_of,
     read_corpus,
@@ -50,7 +52,9 @@ from rich.text import Text
 from torch.nn import functional
 
 import tokenway as tw
+from tokenway import balance
 from tokenway.nn import shared_parameters
+from tokenway.training import Experts
 
 WARMUP, CLIP, BALANCE = 50, 1.0, 0.01  # steps; the gradient's norm; the balance loss's weight
 ENOUGH = 300  # steps after which the model must be better than bigrams
@@ -71,6 +75,7 @@ class Job:
     evaluate_every: int
     sample: int  # bytes to write at the end
     record: bool
+    balance: int = 0  # steps between two plans of where experts go; 0: they stay
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Learned:
     here: int  # parameters on this rank
     seconds: float
     chosen: np.ndarray | None  # uint16 [steps, layers, sequences of this rank, S, K]
+    moved: int = 0  # experts that came to this rank
 
 
 def rank_main(job: Job) -> Learned:
@@ -93,7 +99,7 @@ def rank_main(job: Job) -> Learned:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.nranks))  # ranks share the cores
     else:
         torch.use_deterministic_algorithms(True)  # attention's backward pass, for one, has others
-    with comm, layer_group(comm, job.shape, -(-job.batch // comm.nranks)) as group:
+    with comm, layer_group(comm, job.shape, -(-job.batch // comm.nranks), job.balance > 0) as group:
         return Training(job, comm, group).run()
 
 
@@ -104,8 +110,13 @@ class Training:
         self.job, self.comm = job, comm
         self.device = "cpu" if comm.device is None else f"cuda:{comm.device}"
         self.corpus = read_corpus(job.text)
-        self.model = MoELanguageModel(job.shape, group, job.seed).to(self.device)
-        self.optimiser = AdamW(list(self.model.parameters()))
+        self.experts = self.balancer = None
+        if job.balance:
+            weights = balance.Weights(group, expert_tensors(job.shape))
+            self.experts = Experts(weights)
+            self.balancer = balance.TrainingBalancer(group, weights, every=job.balance)
+        self.model = MoELanguageModel(job.shape, group, job.seed, self.experts).to(self.device)
+        self.optimiser = AdamW(list(self.model.parameters()), experts=self.experts)
         told = 2  # the loss, and the norm of the experts' gradients, travel with the gradients
         self.add = SumOverRanks(comm, sum(p.numel() for p in shared_parameters(self.model)) + told)
         self.chosen: list[np.ndarray] = []
@@ -127,8 +138,12 @@ class Training:
         parameters = parameters_of(self.model, job.shape.experts)
         here = sum(p.numel() for p in self.model.parameters())
         self.add.close()
+        moved = 0
+        if self.balancer is not None:
+            self.balancer.close()
+            moved = self.balancer.statistics.moves
         recorded = np.stack(self.chosen) if job.record else None
-        return Learned(losses, withheld, text, parameters, here, seconds, recorded)
+        return Learned(losses, withheld, text, parameters, here, seconds, recorded, moved)
 
     def step(self, step: int) -> float:
         """One batch, of which this rank has its share; the loss of the whole."""
@@ -142,8 +157,12 @@ class Training:
         # Each rank's part of the mean over the whole batch: parts add up, as gradients do.
         loss = functional.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="sum") / (job.batch * length)
         (loss + BALANCE * balance * (len(mine) / job.batch)).backward()
+        if self.experts is not None:
+            self.experts.sum_gradients()
         whole, norm = add_gradients(self.model, self.add, [loss.detach()])
         self.optimiser.step(job.rate * rate_at(step, job.steps), min(1.0, CLIP / max(norm, 1e-12)))
+        if self.balancer is not None:
+            self.balancer.step()
         if job.record:
             ids = torch.stack([block.moe.chosen for block in self.model.blocks])
             self.chosen.append(ids.cpu().numpy().astype(np.uint16))
@@ -265,6 +284,8 @@ def train(console: Console, job: Job, options: argparse.Namespace) -> int:
         f"\n{first.parameters:,} parameters, {first.here:,} of them on rank 0; "
         f"{job.steps} steps in {first.seconds:.0f} s"
     )
+    if job.balance:
+        console.print(f"{sum(learned.moved for learned in by_rank)} experts moved.")
     bigrams, withheld = bigram_loss(corpus, job.shape.length), first.withheld[-1][1]
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("withheld files", "nats per byte", "bits per byte"):
@@ -339,6 +360,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=shape.length, help="bytes of a sequence (default %(default)s)")
     parser.add_argument("--evaluate-every", type=int, default=100, help="steps (default %(default)s)")
     parser.add_argument("--sample", type=int, default=400, help="bytes to write at the end (default %(default)s)")
+    moving = "plan so often where experts and replicas go, and move them"
+    parser.add_argument("--balance", type=int, default=0, metavar="STEPS", help=f"{moving} (default: they stay)")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses")
     parser.add_argument("--record-routing", metavar="FILE.npz", help="keep which experts every byte was sent to")
     parser.add_argument(
@@ -359,6 +382,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    if options.balance < 0:
+        parser.error(f"--balance is {options.balance}; it must be at least 0")
     if not 1 <= options.top_k <= options.experts:
         parser.error(f"--top-k is {options.top_k}; it must be from 1 to {options.experts}, the experts")
     if options.hidden % options.heads:
@@ -383,6 +408,7 @@ def main() -> int:
         evaluate_every=options.evaluate_every,
         sample=options.sample,
         record=bool(options.record_routing),
+        balance=options.balance,
     )
     console = Console(highlight=False)
     # Ranks may be more than cores: threads of PyTorch that wait for each other must not hold a core meanwhile.

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tokenway as tw
-from tokenway import autograd
+from tokenway import autograd, balance
 from tokenway.nn import ExpertParallelMoE, expert_parameters, shared_parameters
+from tokenway.training import Experts
 
 # Of the standard library, never trained on.
 WITHHELD = ("bisect.py", "calendar.py", "heapq.py", "json/decoder.py", "shlex.py", "string.py", "textwrap.py")
@@ -110,13 +111,13 @@ class Shape:
 class Block(nn.Module):
     """Causal attention, then experts; each on a normalised input, added to it."""
 
-    def __init__(self, shape: Shape, group: tw.Group, seed: int):
+    def __init__(self, shape: Shape, group: tw.Group, seed: int, experts: Experts | None, layer: int):
         super().__init__()
         self.heads = shape.heads
         self.norms = nn.ModuleList(nn.RMSNorm(shape.hidden) for _ in range(2))
         self.mix = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
         self.back = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.moe = ExpertParallelMoE(group, shape.inner, seed=seed)
+        self.moe = ExpertParallelMoE(group, shape.inner, seed=seed, experts=experts, layer=layer if experts else 0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[n, S, H] -> [n, S, H], and the balance loss."""
@@ -132,15 +133,16 @@ class Block(nn.Module):
 class MoELanguageModel(nn.Module):
     """Bytes [n, S] -> logits of the next ones [n, S, 256], and the mean balance loss of the layers.
 
-    All ranks make the same parameters from the seed, and each keeps those of its experts.
+    All ranks make the same parameters from the seed, and each keeps those of its experts. experts: where these are, if
+    they move.
     """
 
-    def __init__(self, shape: Shape, group: tw.Group, seed: int):
+    def __init__(self, shape: Shape, group: tw.Group, seed: int, experts: Experts | None = None):
         super().__init__()
         torch.manual_seed(seed)
         self.bytes = nn.Embedding(256, shape.hidden)
         self.places = nn.Embedding(shape.length, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape, group, 1000 * seed + n) for n in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, group, 1000 * seed + n, experts, n) for n in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, 256, bias=False)
         for embedding in (self.bytes, self.places):
@@ -155,8 +157,8 @@ class MoELanguageModel(nn.Module):
         return self.head(self.norm(h)), torch.stack(balances).mean()
 
 
-def layer_group(comm: tw.Comm, shape: Shape, sequences: int) -> tw.Group:
-    """The group that all layers share. sequences: most of a rank at once."""
+def layer_group(comm: tw.Comm, shape: Shape, sequences: int, moves: bool = False) -> tw.Group:
+    """The group that all layers share. sequences: most of a rank at once. moves: experts move as their load does."""
     return autograd.make_group(
         comm,
         experts=shape.experts,
@@ -164,7 +166,25 @@ def layer_group(comm: tw.Comm, shape: Shape, sequences: int) -> tw.Group:
         hidden=shape.hidden,
         max_tokens=sequences * shape.length,
         dtype="float32",
+        expert_map=placement_of(shape, comm.nranks) if moves else None,
     )
+
+
+def expert_tensors(shape: Shape) -> dict[str, Any]:
+    """What an expert that moves consists of, by name: its weights, their gradients, and what `AdamW` keeps of them."""
+    weights = {"gate_up": (2 * shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
+    return balance.trained({name: (of, "float32") for name, of in weights.items()}, AdamW.STATES)
+
+
+def placement_of(shape: Shape, ranks: int) -> tw.Placement:
+    """Where experts begin: a slot more on each rank than is needed, for replicas, and one that is empty, to move to."""
+    used = -(-shape.experts // ranks) + (ranks > 1)
+    table = np.full((shape.layers, ranks, used + 1), -1)
+    plan = balance.plan(np.ones((shape.layers, shape.experts)), ranks=ranks, slots=used)
+    table[:, :, :used] = plan.physical_to_logical.reshape(shape.layers, ranks, used)
+    room = balance.weight_bytes(expert_tensors(shape), layers=shape.layers, slots=used + 1, ranks=ranks)
+    tables = table.reshape(shape.layers, -1)
+    return tw.Placement(tables, count_loads=True, load_decay=0.9, moves=True, weight_bytes=room)
 
 
 def parameters_of(model: nn.Module, experts: int) -> int:
@@ -178,10 +198,22 @@ class AdamW:
     """Adam with decoupled weight decay (https://arxiv.org/abs/1711.05101) of all that are no vectors. PyTorch has the
     same; but its optimisers load its compiler, which takes every rank some seconds."""
 
-    def __init__(self, parameters: list[nn.Parameter], decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)):
+    STATES = ("mean", "square")
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        experts: Experts | None = None,
+    ):
         self.parameters, self.decay, self.betas, self.steps = parameters, decay, betas, 0
-        self.means = [torch.zeros_like(p) for p in parameters]
-        self.squares = [torch.zeros_like(p) for p in parameters]
+        # Of experts that move, where these are.
+        kept = [[experts.state(p, name) if experts else None for p in parameters] for name in self.STATES]
+        self.means, self.squares = (
+            [torch.zeros_like(p) if state is None else state for p, state in zip(parameters, states, strict=True)]
+            for states in kept
+        )
 
     @torch.no_grad()
     def step(self, rate: float, scale: float) -> None:

@@ -104,9 +104,9 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # where do experts go
     "balance": ("balance/", GROUPS | {"routing", "console"}),
     # what does PyTorch get: all that cannot be imported without it
-    "pytorch": ("pytorch/", GROUPS | {"rows", "oracle"}),
+    "pytorch": ("pytorch/", GROUPS | {"rows", "oracle", "balance"}),
     # ... under which names
-    "faces": ("autograd experts nn ops", {"pytorch"}),
+    "faces": ("autograd experts nn ops training", {"pytorch"}),
     # what is tokenway.x
     "package": ("__init__", GROUPS | {"rows"}),
     # how does a framework run it that calls another library

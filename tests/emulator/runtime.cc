@@ -151,6 +151,13 @@ Pinned& pinned() {
   return *made;
 }
 
+// With CUDA_LAUNCH_BLOCKING=1, where tensors are the CPU's and in the order of no stream: what follows a launch or a
+// copy has what it made.
+void wait_if_blocking(Stream& on) {
+  static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
+  if (blocking) on.wait();
+}
+
 thread_local cudaError_t t_last = cudaSuccess;
 cudaError_t say(cudaError_t error) {
   if (error != cudaSuccess) t_last = error;
@@ -171,7 +178,6 @@ thread_local std::vector<std::function<void()>>* t_captured = nullptr;
 
 void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::function<void()> kernel, const char* name) {
   ++t_launches;
-  static const bool blocking = number_of("CUDA_LAUNCH_BLOCKING", 0) == 1;
   Stream& on = find(static_cast<cudaStream_t>(stream));
   std::function<void()> grid = [=, kernel = std::move(kernel)] {
     run_grid(blocks, threads, shared, kernel, name, static_cast<unsigned>(room()));
@@ -181,7 +187,7 @@ void launch(void* stream, dim3 blocks, dim3 threads, uint32_t shared, std::funct
     return;
   }
   on.add(std::move(grid));
-  if (blocking) on.wait();
+  wait_if_blocking(on);
 }
 
 // ---- The driver's virtual memory.
@@ -451,16 +457,14 @@ cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stre
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  if (kind != cudaMemcpyHostToDevice) {
-    find(stream).add([=] { std::memcpy(to, from, bytes); });
-    return cudaSuccess;
+  Stream& on = find(stream);
+  if (kind != cudaMemcpyHostToDevice || pinned().holds(from)) {  // is read when the copy is made, as by a device
+    on.add([=] { std::memcpy(to, from, bytes); });
+  } else {
+    const auto* const begin = static_cast<const std::byte*>(from);
+    on.add([=, copy = std::vector(begin, begin + bytes)] { std::memcpy(to, copy.data(), bytes); });
   }
-  if (pinned().holds(from)) {  // is read when the copy is made, as by a device
-    find(stream).add([=] { std::memcpy(to, from, bytes); });
-    return cudaSuccess;
-  }
-  const auto* const begin = static_cast<const std::byte*>(from);
-  find(stream).add([=, copy = std::vector(begin, begin + bytes)] { std::memcpy(to, copy.data(), bytes); });
+  wait_if_blocking(on);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {

@@ -47,6 +47,7 @@ from shrunk_moving import SHRUNK_MOVING_MUTATIONS
 from staged import STAGED
 from straight import STRAIGHT_MUTATIONS
 from token_replicas import TOKEN_REPLICAS
+from training import TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
@@ -67,6 +68,7 @@ ALL = (
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS
+    + TRAINING
     + SHRUNK_MOVING_MUTATIONS
     + MESSAGES_MUTATIONS
     + ENGINE_MUTATIONS

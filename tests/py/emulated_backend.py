@@ -229,7 +229,7 @@ class Staged(Emulated):
     name = "torch-emulated"
     knows_calls = False
     parts = False
-    lacks = frozenset({"leases"})  # docs/BACKENDS.md
+    lacks = frozenset({"leases", "memory in common"})  # docs/BACKENDS.md
     death_seen = 6.0  # kernels that wait share the CPU with the threads that move blocks and watch
 
     @classmethod

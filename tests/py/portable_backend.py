@@ -81,7 +81,7 @@ class Nccl(Cuda):
     name = "nccl"
     knows_calls = False
     parts = False
-    lacks = frozenset({"leases"})  # docs/BACKENDS.md
+    lacks = frozenset({"leases", "memory in common"})  # docs/BACKENDS.md
 
     @classmethod
     def most_ranks(cls, kind: str) -> int:
@@ -110,6 +110,7 @@ def variants(base: Any) -> dict[str, Any]:
     def make(way: str, options: dict[str, Any]) -> Any:
         class Portable(base):  # type: ignore[misc, valid-type]
             name = way
+            lacks = base.lacks | {"memory in common"}
 
             @staticmethod
             def most_ranks(kind: str) -> int:

@@ -404,11 +404,12 @@ def test_no_torch_is_imported() -> None:
 
 
 def test_the_programs_of_the_guide() -> None:
-    """The programs of docs/BALANCING.md run as they stand there, one after another."""
+    """The programs of docs/BALANCING.md run as they stand there, one after another; but for the one that trains."""
     text = (Path(__file__).parents[2] / "docs" / "BALANCING.md").read_text()
     names: dict[str, Any] = {}
     for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(program, names)
+        if "import torch" not in program:
+            exec(program, names)
     assert names["plan"].imbalance.mean() < 1e-4
     assert (names["update"].moves["layer"] < 58).all() and len(names["update"].moves) <= 16 * 58
     assert names["update"].imbalance.mean() < 0.05 and names["logical_count"].sum() == 58 * 288

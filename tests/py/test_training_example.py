@@ -92,9 +92,10 @@ def test_it_learns(text: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_agree(text: Path) -> None:
-    """However many there are; and a run again has the same bits."""
-    out = example(NAME, "--text", text, *SMALL, "--layers", "1", "--experts", "5", "--check-ranks")
+@pytest.mark.parametrize("more", [[], ["--balance", "5"]], ids=str)
+def test_ranks_agree(text: Path, more: list[str]) -> None:
+    """However many there are, and wherever experts move; and a run again has the same bits."""
+    out = example(NAME, "--text", text, *SMALL, "--layers", "1", "--experts", "5", "--check-ranks", *more)
     assert "Losses of 1, 2 and 4 ranks within 0.0001: yes" in out
     assert "4 ranks twice, the same bits: yes" in out
     found = re.findall(r"^ +([124]) +(\d\.\d+) +(\d\.\d+) +(\d\.\d+) +(\d\.\de[+-]\d+) *$", out, re.MULTILINE)
@@ -163,6 +164,7 @@ def test_wrong_options(monkeypatch, capsys, tmp_path: Path) -> None:
         "--top-k is 17; it must be from 1 to 16": ["--top-k", "17"],
         "--hidden is 15; it must be a multiple of 4": ["--hidden", "15"],
         "--ranks is 0; it must be at least 1": ["--ranks", "0"],
+        "--balance is -1; it must be at least 0": ["--balance", "-1"],
     }
     for sentence, options in wrong.items():
         monkeypatch.setattr(sys, "argv", [NAME, *options])

@@ -23,8 +23,11 @@ from tokenway.balance.planner import (
     rebalance_experts,
 )
 from tokenway.balance.playing import Played, play, spare_maps
+from tokenway.balance.replicas import Replicas
 from tokenway.balance.simulation import Outcome, replay, rows_between_nodes, sampled_imbalance
 from tokenway.balance.traces import Recording, read
+from tokenway.balance.trained import trained
+from tokenway.balance.training import TrainingBalancer
 from tokenway.balance.weights import Weights, weight_bytes
 from tokenway.balance.workloads import dirichlet, domains, drifting, group_limited, lognormal, sample, zipf
 
@@ -35,8 +38,10 @@ __all__ = [
     "Plan",
     "Played",
     "Recording",
+    "Replicas",
     "SlotMaps",
     "Statistics",
+    "TrainingBalancer",
     "Weights",
     "contiguous",
     "dirichlet",
@@ -57,6 +62,7 @@ __all__ = [
     "sampled_imbalance",
     "slot_maps",
     "spare_maps",
+    "trained",
     "weight_bytes",
     "zipf",
 ]

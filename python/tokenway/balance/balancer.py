@@ -394,7 +394,7 @@ def _pass(group: Any, weights: Any, lane: int) -> None:
     place, like = group.native.place, weights.board()
     tensors = {name: place.empty((0, of.elements), of.dtype, like) for name, of in group.shape.payloads.items()}
     tokens = tensors.pop("tokens")
-    handle = group.route(place.empty((0, group.top_k), "int32", like))
+    handle = group.route(place.empty((0, group.top_k), group.id_dtype, like))
     if group.exact:
         group.exchange_counts(handle, lane=lane)
     group.dispatch(handle, tokens, tensors or None, bound=1, lane=lane, count=False)

@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +115,7 @@ class Weights:
         self._keeper = Keeper(group.native.pointer)
         memory, size = zip(*map(self._memory_of, range(group.nranks)), strict=True)
         self._memory = memory[group.rank]
+        self.shown: list[Any] = []  # tensors of this memory that PyTorch's autograd knows
         problem = None
         try:
             self.layout = self._lay_out(weights, size[0])
@@ -216,16 +217,19 @@ class Weights:
         """Copies a rank's board to this one's."""
         self._pull(rank, 0, 0, self.layout.board, stream)
 
-    def pieces(self, layer: int, source: int, target: int, most: int) -> list[tuple[int, int, int, int]]:
+    def pieces(
+        self, layer: int, source: int, target: int, most: int | None = None, names: Collection[str] | None = None
+    ) -> list[tuple[int, int, int, int]]:
         """What a move of an expert consists of, from slot `source` to slot `target` of this rank: (rank, from, to,
-        bytes), of `most` bytes each."""
+        bytes), of at most `most` bytes each. names: of the tensors that move (default: all)."""
         found = []
-        for name in self.layout.tensors:
+        for name in self.layout.tensors if names is None else names:
             size, begin = self.layout.expert_bytes(name), self.layout.begin(name, layer)
             read = begin + int(self.place_of_slot[source]) * size
             write = begin + int(self.place_of_slot[target]) * size
-            for at in range(0, size, most):
-                found.append((int(self.rank_of_slot[source]), read + at, write + at, min(most, size - at)))
+            step = most or size
+            for at in range(0, size, step):
+                found.append((int(self.rank_of_slot[source]), read + at, write + at, min(step, size - at)))
         return found
 
     def pull(self, piece: tuple[int, int, int, int], stream: int) -> None:

@@ -36,12 +36,14 @@ class Arrived(NamedTuple):
 
 
 @eager
-def dispatch(group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None) -> Arrived:
+def dispatch(
+    group: Group, tokens: Tensor, ids: Tensor, weights: Tensor, layout: str, bound: int | None, layer: int = 0
+) -> Arrived:
     """Sends every token to the ranks of its experts: a step of all ranks, in the grouped of high throughput two. As
     `tokenway.autograd.dispatch`, but for layout: "grouped" of high throughput, or of low latency "grouped_by_bound" or
     "expert_major"."""
     try:
-        handle = group.route(ids, weights)
+        handle = group.route(ids, weights, layer=layer)
     except Exception:
         group.refuse_routing(layout, bound)
         raise

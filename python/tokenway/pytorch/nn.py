@@ -16,7 +16,9 @@ from tokenway.arguments import telling
 from tokenway.calls import Calls
 from tokenway.errors import InvalidArgument, InvalidUsage
 from tokenway.group import Group
-from tokenway.pytorch import autograd, experts, gradients, inference
+from tokenway.pytorch import autograd, gradients, inference
+from tokenway.pytorch import experts as products
+from tokenway.pytorch.training import Experts
 from tokenway.shape import BY_BOUND
 
 # Rows of an expert, of all ranks, up to which a dispatch of low latency has a place for each of them (expert_major): to
@@ -36,7 +38,8 @@ class ExpertParallelMoE(torch.nn.Module):
     expert_map are the layer's, and so is its mode: in the mode "auto" each forward is of high throughput or of low
     latency, by its bound. Layers of the same shape share one.
     inner: elements inside an expert, I. normalize: divide a token's weights by their sum. seed: what the initial values
-    follow from, the same on all ranks.
+    follow from, the same on all ranks. experts: `tokenway.training.Experts` with gate_up and down, of a group whose
+    expert_map is a `Placement`: experts have replicas then, and move. layer: which of its maps is this layer's.
 
     Parameters:
 
@@ -49,8 +52,9 @@ class ExpertParallelMoE(torch.nn.Module):
     ========  =================  ==============  ==================================================================
 
     Initial values are uniform within 1 / sqrt(columns), and follow from the seed and an expert's number, so they do not
-    depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters; `chosen`
-    which of all the last forward chose, [..., S, K] int64; `layout` how its rows came.
+    depend on the number of ranks. `experts` says which experts the rank holds, in the order of the parameters, now, and
+    -1 for a slot that has none; `chosen` which of all the last forward chose, [..., S, K] int64; `layout` how its rows
+    came.
 
     What an expert computes: down @ (w * silu(gate @ x) * (up @ x)), gate_up being gate above up, and w the token's
     weight for it. A token's result is the sum of its K experts'; its weights are the K largest of softmax(router @ x),
@@ -72,44 +76,86 @@ class ExpertParallelMoE(torch.nn.Module):
     must have it.
 
     The gradient of an expert's parameters is that of the sum of the losses of all ranks, whichever ranks its tokens
-    came from. So ranks with shares of one batch must give each token's loss the weight that it has in the whole.
+    came from; of an expert in several slots once `experts.sum_gradients` has been called. So ranks with shares of one
+    batch must give each token's loss the weight that it has in the whole.
     """
 
-    def __init__(self, group: Group, inner: int, *, normalize: bool = True, seed: int = 0):
+    def __init__(
+        self,
+        group: Group,
+        inner: int,
+        *,
+        normalize: bool = True,
+        seed: int = 0,
+        experts: Experts | None = None,
+        layer: int = 0,
+    ):
         super().__init__()
         if not isinstance(inner, int) or inner < 1:
             raise InvalidArgument.of("inner", f"is {inner!r}; it must be an integer of at least 1")
         gradients.weight_columns(group.top_k, group.dtype)  # of a dtype that rows can be summed in
-        if group.settings.placement is not None:
-            raise InvalidArgument(
-                "the group's expert_map has experts in slots of their own; this layer trains each expert in one place"
-            )
+        self._check_experts(group, inner, experts, layer)
         self.group = group
         self.inner = inner
+        self.layer = layer
         self.normalize = normalize
         self.chosen: Tensor | None = None  # [..., S, K] int64: the experts that the last forward chose
         self.layout: str | None = None  # of the last forward's dispatch
         device = gradients.device_of(group)
         dtype, local_experts, hidden = getattr(torch, group.dtype), group.num_local_experts, group.hidden
         # Why there are no grouped matrix products for this layer, None if there are.
-        self.ungrouped = experts.why_not(device, dtype, local_experts, hidden, inner)
+        self.ungrouped = products.why_not(device, dtype, local_experts, hidden, inner)
         # Why a graph cannot capture this layer in high throughput, None if it can: what the device must tell the host.
         self.uncapturable = None if group.mode == "low_latency" else self.ungrouped
+        self._slots: np.ndarray | None = None  # of this rank, where experts move
+        self.router = torch.nn.Parameter(torch.empty(group.experts, hidden, device=device))
+        if experts is None:
+            self.gate_up = torch.nn.Parameter(torch.empty(local_experts, 2 * inner, hidden, dtype=dtype, device=device))
+            self.down = torch.nn.Parameter(torch.empty(local_experts, hidden, inner, dtype=dtype, device=device))
+        else:
+            self._slots = np.flatnonzero(experts.weights.rank_of_slot == group.rank)
+            self.gate_up, self.down = experts.parameter("gate_up", layer), experts.parameter("down", layer)
+        self.reset_parameters(seed)
+
+    @staticmethod
+    def _check_experts(group: Group, inner: int, experts: Experts | None, layer: int) -> None:
+        if experts is None:
+            if group.settings.placement is not None:
+                what = "is None; a group whose expert_map has experts in slots of their own needs one of its weights"
+                raise InvalidArgument.of("experts", f"{what} (tokenway.training.Experts)")
+            if layer != 0:
+                raise InvalidArgument.of("layer", f"is {layer!r}; without experts it must be 0")
+            return
+        if not isinstance(experts, Experts) or experts.weights.group is not group:
+            raise InvalidArgument.of("experts", "must be tokenway.training.Experts of the layer's group")
+        if not isinstance(layer, int) or not 0 <= layer < group.layers:
+            raise InvalidArgument.of("layer", f"is {layer!r}; it must be an integer from 0 to {group.layers - 1}")
+        wanted = {"gate_up": (2 * inner, group.hidden), "down": (group.hidden, inner)}
+        for name, shape in wanted.items():
+            found = experts.weights.layout.tensors.get(name)
+            if found != (shape, group.dtype):
+                raise InvalidArgument.of(
+                    "experts", f"has {name} {found}; it must be {(shape, group.dtype)}, by inner, hidden and dtype"
+                )
+
+    @property
+    def experts(self) -> list[int]:
+        """The global numbers of this rank's experts, by slot."""
+        group = self.group
+        if self._slots is not None:
+            return group.expert_of_slot(self.layer)[self._slots].tolist()
         ranks, slots = reference.placement(group.experts, group.nranks, group.settings.places())
         local = np.flatnonzero(ranks == group.rank)
-        self.experts: list[int] = local[np.argsort(slots[local])].tolist()  # global numbers, by slot
-        self.router = torch.nn.Parameter(torch.empty(group.experts, hidden, device=device))
-        self.gate_up = torch.nn.Parameter(torch.empty(local_experts, 2 * inner, hidden, dtype=dtype, device=device))
-        self.down = torch.nn.Parameter(torch.empty(local_experts, hidden, inner, dtype=dtype, device=device))
-        self.reset_parameters(seed)
+        return local[np.argsort(slots[local])].tolist()
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Sets initial values: the same for an expert on whichever rank it is."""
         _fill(self.router, seed, 0)
         for slot, expert in enumerate(self.experts):
-            _fill(self.gate_up[slot], seed, 2 * expert + 1)
-            _fill(self.down[slot], seed, 2 * expert + 2)
+            if expert >= 0:
+                _fill(self.gate_up[slot], seed, 2 * expert + 1)
+                _fill(self.down[slot], seed, 2 * expert + 2)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [..., H] -> ids [..., K] int64 by descending probability, weights [..., K] float32, and the
@@ -191,7 +237,7 @@ class ExpertParallelMoE(torch.nn.Module):
         bias: Tensor | None,
     ) -> Tensor:
         """What comes back for tokens, by experts that take rows as they come."""
-        arrived = inference.dispatch(self.group, tokens, ids, weights, layout, bound)
+        arrived = inference.dispatch(self.group, tokens, ids, weights, layout, bound, self.layer)
         try:
             with _as_it_is(tokens.device.type):
                 results = self.compute(arrived.rows, arrived.weights, arrived.sizes)
@@ -215,7 +261,7 @@ class ExpertParallelMoE(torch.nn.Module):
         has. Batched products sum over empty places, which are 0 therefore. Beside these nothing reads rows, weights or
         gradients beyond what came: products take offsets, and by_expert what ids name."""
         padded = layout == "expert_major"
-        routed = autograd.bring(self.group, tokens, ids, weights, layout, bound, fill=padded)
+        routed = autograd.bring(self.group, tokens, ids, weights, layout, bound, self.layer, fill=padded)
         with telling(partial(gradients.refuse_combine, routed.handle)), _as_it_is(tokens.device.type):
             if by_device:
                 results = self.compute(routed.tokens, routed.weights, routed.counts if padded else routed.offsets)
@@ -229,19 +275,19 @@ class ExpertParallelMoE(torch.nn.Module):
         rows of each with its padding; or on the device [L + 1] int32, where each expert's begin and at last all. Or
         [L, C, H], [L, C] and on the device [L] int32, how many of an expert's rows there are, which come first ->
         [L, C, H]. With sizes on the device, results and gradients of further rows are arbitrary."""
-        if not len(self.experts):
+        if not len(self.gate_up):
             return rows  # nothing came; still a part of the graph
         if isinstance(sizes, Tensor) and rows.dim() == 3:
-            return experts.padded(rows, weights, sizes, self.gate_up, self.down)
+            return products.padded(rows, weights, sizes, self.gate_up, self.down)
         if isinstance(sizes, Tensor):
             ends = sizes[1:]
-            inside = experts.swiglu(experts.product(rows, self.gate_up, ends), weights, ends[-1:])
-            return experts.product(inside, self.down, ends)
+            inside = products.swiglu(products.product(rows, self.gate_up, ends), weights, ends[-1:])
+            return products.product(inside, self.down, ends)
         results = []
         # unbind and split: their gradients are one stack and one cat, those of indexing a whole tensor for each expert.
         parts = zip(rows.split(sizes), weights.split(sizes), self.gate_up.unbind(), self.down.unbind(), strict=True)
         for x, w, gate_up, down in parts:
-            results.append(functional.linear(experts.swiglu(functional.linear(x, gate_up), w), down))
+            results.append(functional.linear(products.swiglu(functional.linear(x, gate_up), w), down))
         return torch.cat(results)
 
     def extra_repr(self) -> str:
