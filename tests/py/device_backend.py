@@ -139,12 +139,16 @@ class Cuda:
 
         torch.cuda.current_stream().synchronize()
 
-    @staticmethod
-    def arrive(comm: tw.Comm) -> None:
-        """Until all that a rank's device was given is done, on whatever stream."""
+    @classmethod
+    def arrive(cls, comm: tw.Comm) -> bool:
+        """Until all that a rank's device was given is done, on whatever stream. False where nobody can wait for that,
+        as other ranks' kernels on the device wait for this rank."""
         import torch
 
+        if cls.device_count() < comm.nranks:
+            return False
         torch.cuda.synchronize(comm.device)
+        return True
 
     @classmethod
     def array(cls, tensor: Any) -> np.ndarray:

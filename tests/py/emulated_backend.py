@@ -84,12 +84,13 @@ class Emulated(Cuda):
         """Calls have waited."""
 
     @staticmethod
-    def arrive(comm: tw.Comm) -> None:
+    def arrive(comm: tw.Comm) -> bool:
         before = ctypes.c_int()
         _native.lib.cudaGetDevice(ctypes.byref(before))
         _native.lib.cudaSetDevice(comm.device)
         _native.lib.cudaDeviceSynchronize()
         _native.lib.cudaSetDevice(before)
+        return True
 
     @classmethod
     def empty(cls, nbytes: int) -> Any:

@@ -77,8 +77,10 @@ class Cpu:
         return tw.local_comms(nranks, timeout=COMM_TIMEOUT)
 
     @staticmethod
-    def arrive(comm: tw.Comm) -> None:
-        """Until all that a rank's device was given is done, on whatever stream."""
+    def arrive(comm: tw.Comm) -> bool:
+        """Until all that a rank's device was given is done, on whatever stream. False where nobody can wait for that,
+        as other ranks' kernels on the device wait for this rank."""
+        return True
 
     @staticmethod
     def tensor(array: np.ndarray) -> Any:

@@ -66,6 +66,7 @@ class Seen:
 class Told:
     seen: list[Seen] = field(default_factory=list)
     refused: int = 0  # stages that came too early
+    arrived: bool = True  # what was told before a dispatch was there in it
     final: Any = None
     maps: Any = None
 
@@ -85,7 +86,7 @@ def progress(env: Any, group: tw.Group, plan: Plan, rng: np.random.Generator, to
     while epochs.ready < epochs.staged and (hurry or rng.integers(8) < plan.eager):
         group.moving.ready(epochs.ready + 1, failed=(env.rank, epochs.ready + 1) in plan.fails)
         epochs = group.moving.epochs()
-    env.backend.arrive(env.comm)  # a device is told by copies, which no dispatch waits for
+    told.arrived &= env.backend.arrive(env.comm)  # a device is told by copies, which no dispatch waits for
 
 
 def play(env: Any, plan: Plan) -> Told:
@@ -145,6 +146,9 @@ def versions(plan: Plan, ranks: list[Told], lag: int) -> list[int]:
 def judge(plan: Plan, ranks: list[Told], lag: int) -> None:
     void = {epoch for _, epoch in plan.fails}
     in_force = versions(plan, ranks, lag)
+    if not all(told.arrived for told in ranks):  # then later ones may come into force, alike on all ranks
+        latest, in_force = in_force, [told.epochs.lanes[plan.lane(i)] for i, told in enumerate(ranks[0].seen)]
+        assert all(version <= most for version, most in zip(in_force, latest, strict=True))
     for i, version in enumerate(in_force):
         table = TABLE
         for epoch, (layer, new) in enumerate(plan.epochs[:version], 1):
