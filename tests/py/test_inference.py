@@ -50,7 +50,7 @@ def places(most: int | None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if most == UNGROUPED:
-            patch.setattr(nn.experts, "why_not", lambda *_: "as on other devices")
+            patch.setattr(nn.products, "why_not", lambda *_: "as on other devices")
         elif most is not None:
             patch.setattr(nn, "PADDED_ROWS", most)
             patch.setattr(nn, "GROUPED_ROWS", most)
