@@ -220,11 +220,11 @@ def serve(fd: int) -> None:
     def run(message: bytes) -> Any:
         key, rank, nranks, function, args = pickle.loads(message)
         name, generation, backend, address = key
-        known, env = envs.get((name, nranks), (None, None))
+        known, env = envs.get((name, backend, nranks), (None, None))
         if env is None or known != generation:
             comm = BACKENDS[backend].comm(rank, nranks, address)
             env = Env(comm, BACKENDS[backend])
-            envs[name, nranks] = generation, env
+            envs[name, backend, nranks] = generation, env
         return env.call(function, *args)
 
     while True:
@@ -246,7 +246,7 @@ class Pool:
         if self.workers is None or len(self.workers.processes) < nranks:
             self.reset()
             self.workers = Workers(max(nranks, 8))
-        address = f"pool-{os.getpid()}-{self.generation}-{nranks}"
+        address = f"pool-{os.getpid()}-{self.generation}-{backend}-{nranks}"
         ranks = range(nranks)
         key = ("pool", self.generation, backend, address)
         self.workers.send(ranks, function, *args, key=key)

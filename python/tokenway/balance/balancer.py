@@ -172,6 +172,7 @@ class Balancer:
         self._next = every or 0
         self._given: Array | None = None  # rank 0: what `follow` was given, until it is looked at
         self.statistics = Statistics()
+        self._tell_nothing()
 
     def step(self, streams: Iterable[Any] = (), idle: Iterable[int] = ()) -> None:
         """Takes over what has happened since, and goes on with it. streams: those of CUDA, beside the current one, on
@@ -225,7 +226,14 @@ class Balancer:
 
     def close(self) -> None:
         """Ends the thread, and waits for copies. Epochs that are open stay so."""
+        self._tell_nothing()
         self._beside.close()
+
+    def _tell_nothing(self) -> None:
+        """On rank 0: a plan that was told and that nobody has followed yet must not be taken for one of the next
+        balancer's, whose first has the same number."""
+        if self.group.rank == PLANNER:
+            self._beside.write_board(board.written(0, np.zeros(0)))
 
     def __enter__(self) -> Balancer:
         return self

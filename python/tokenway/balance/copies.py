@@ -270,9 +270,19 @@ class MessageCopies(HostCopies):
         self._messages = messages
         self._told: bytes | None = None
         self._follower: Line | None = None
+        self._following: Future[None] | None = None
 
     def _make_thread(self) -> Line:
         return Line("tokenway-move")
+
+    def begin(self, epoch: int, piece: Piece) -> None:
+        """Begins a copy that an epoch needs; nothing more is asked for where one of it has failed, as a peer that is
+        stopped would be waited for again and again."""
+        self._begun[epoch].append(self._thread.submit(self._unless_failed, epoch, piece))
+
+    def _unless_failed(self, epoch: int, piece: Piece) -> None:
+        if not any(each.done() and each.exception() for each in list(self._begun.get(epoch, ()))):
+            self._move(piece)
 
     def _move(self, piece: Piece) -> None:
         self._weights.pull(piece, self._messages.memory.stream)
@@ -291,9 +301,12 @@ class MessageCopies(HostCopies):
 
     def read_board(self, rank: int) -> bytes | None:
         """What a rank tells; None while that is on its way."""
-        if self._follower is None and rank != self._weights.group.rank:
+        if rank == self._weights.group.rank:
+            return self._told
+        if self._follower is None:
             self._follower = Line("tokenway-follow")
-            self._follower.submit(self._messages.follow, rank, self._take)
+        if self._following is None or self._following.done():  # a connection that has ended is made anew
+            self._following = self._follower.submit(self._messages.follow, rank, self._take)
         return self._told
 
     def _take(self, board: bytes) -> None:

@@ -242,6 +242,7 @@ class Messages:
             connection = self._connect(rank)
             connection.sendall(_ASKED.pack(_BOARDS, 0))
             connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             while True:
                 taken(_read(connection, _ANSWER.unpack(_read(connection, _ANSWER.size))[0]))
         except OSError as error:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from tokenway.arguments import telling
 from tokenway.balance import board, rounds
 from tokenway.balance.balancer import LOG, OPEN, PLANNER, Balancer, _pass, _reached
 from tokenway.balance.replicas import Replicas, led_anew
 from tokenway.balance.weights import Weights
+from tokenway.comm import usual_timeout
 from tokenway.errors import InternalError, TokenwayError
 from tokenway.group import Group
 
 Array = np.ndarray
-TURNS = 16  # dispatches of a lane by which a version has come, and with them what a device tells of it
+TURNS = 16  # dispatches of a lane between two looks at the time
 
 
 class TrainingBalancer(Balancer):
@@ -75,11 +78,12 @@ class TrainingBalancer(Balancer):
         if self._given is not None:  # since a plan was begun, in whose place it is
             self._planning = self._begin_plan()
         if self._planning is not None:
-            try:
-                wanted, imbalance = self._planning.result()
-                self._count(imbalance=imbalance)
-            except TokenwayError as error:
-                LOG.warning("there is no plan: %s", error)
+            with telling(self.replicas.refuse):  # peers are in the meeting that follows
+                try:
+                    wanted, imbalance = self._planning.result()
+                    self._count(imbalance=imbalance)
+                except TokenwayError as error:
+                    LOG.warning("there is no plan: %s", error)
             self._planning = None
         self.replicas.meet()  # whoever reads the board has read what was told before
         here = self.weights.board()
@@ -131,6 +135,7 @@ class TrainingBalancer(Balancer):
         for number, fails in enumerate(failed, first):
             self.group.moving.ready(number, failed=fails)
         self._await(self._staged)
+        copied = self._bytes_by_rank(level)
         epochs = self.group.moving.epochs()
         for number, epoch in enumerate(level, first):
             void = epochs.is_void(number)
@@ -140,10 +145,18 @@ class TrainingBalancer(Balancer):
                 self._rounds = deque(later for later in kept if later)
             else:
                 self._tables[epoch.layer] = epoch.table
-        by_rank = np.zeros(self.group.nranks, np.int64)
+        return int(copied.max())
+
+    def _bytes_by_rank(self, level: list[rounds.Epoch]) -> Array:
+        """[N]: what each rank copies for epochs that are not in force yet; the same on all ranks."""
+        parts, size = self.replicas.parts, self.weights.layout.expert_bytes
+        found = np.zeros(self.group.nranks, np.int64)
         for epoch in level:
-            np.add.at(by_rank, self.weights.rank_of_slot[[to for to, _ in epoch.pulls]], self.weights.layout.move_bytes)
-        return int(by_rank.max())
+            states = led_anew(self._tables[epoch.layer], np.array(epoch.table))
+            for moves, names in ((epoch.pulls, parts.weights), (states, parts.states)):
+                for to, _ in moves:
+                    found[self.weights.rank_of_slot[to]] += sum(map(size, names))
+        return found
 
     def _bring(self, epoch: rounds.Epoch) -> bool:
         """This rank's part of an epoch; False where a copy failed."""
@@ -160,9 +173,13 @@ class TrainingBalancer(Balancer):
 
     def _await(self, epoch: int) -> None:
         """Makes dispatches without tokens until all lanes of all ranks have an epoch: it is they that tell."""
-        for _ in range(TURNS):
+        until = time.monotonic() + (self.group.settings.timeout or usual_timeout())
+        turns = 0
+        while True:
             for lane in range(self.group.settings.lanes or 1):
                 _pass(self.group, self.weights, lane)
             if self.replicas.agree(_reached(self.group.moving.epochs().agreed, epoch)):
                 return
-        raise InternalError(f"epoch {epoch} is ready on all ranks, and has not come after {TURNS} dispatches")
+            turns += 1  # a device is told by copies, behind whatever else goes there
+            if turns % TURNS == 0 and not self.replicas.agree(time.monotonic() < until):
+                raise InternalError(f"epoch {epoch} is ready on all ranks, and has not come after {turns} dispatches")

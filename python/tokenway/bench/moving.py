@@ -37,6 +37,7 @@ AHEAD = 2  # steps that the host is before the device at most
 TURNS = ("before", "moving", "after")  # of a round
 WARMUP = 20  # steps before all turns
 PROFILED = 24  # steps under a profile
+IDLE = 16  # steps of a balancer behind each turn, when nothing moves any more
 PRODUCTS = 40  # of each memory, in turns
 WAITS = re.compile(r"Synchronize|cu(da)?Memcpy(?!\w*Async)|cu(da)?MemAlloc(?!\w*Async)|cu(da)?Malloc(?!\w*Async)")
 
@@ -96,7 +97,7 @@ def _row(
         "layers": moving.layers,
         "expert_bytes": made.weights.layout.move_bytes,
         "us": {turn: _summary(np.concatenate(times)) for turn, times in spent.items()},
-        "host_us": {turn: float(np.median(times)) for turn, times in steps.host.items()},
+        "host_us": {kind: float(np.median(times)) for kind, times in steps.host.items() if times},
         "plans": statistics.plans,
         "moves": control.allgather(statistics.moves),
         "moved_bytes_a_step": statistics.bytes / max(1, steps.moved_in),
@@ -120,8 +121,12 @@ class Steps:
         self._stream = torch.cuda.current_stream()
         self._events: list[Any] = []
         self.spent: list[float] = []  # us of each step of the last turn, on this rank
-        self.host: dict[str, list[float]] = {"moving": [], "idle": []}  # us of each step of the balancer
-        self.moved_in = 0  # steps with moves
+        self.host: dict[str, list[float]] = {
+            "moving": [],
+            "settling": [],
+            "idle": [],
+        }  # us of each step of the balancer
+        self.moved_in = 0  # steps in which experts may move, those behind a turn too
         self._asked = 0  # plans
         self._count = 0
         made.step()
@@ -170,11 +175,14 @@ class Steps:
         while True:
             done = self._balancer.idle and self._balancer.statistics.plans >= self._asked
             if all(self._control.allgather(done)):
+                for _ in range(IDLE):
+                    self._balance("idle")
                 return
             for _ in range(4):
+                self.moved_in += 1
                 self._step(moves=False)
                 self._stream.synchronize()
-                self._balance("idle")
+                self._balance("settling")
 
     def results(self, step: int) -> torch.Tensor:
         """Of a step's routing, as experts are now."""

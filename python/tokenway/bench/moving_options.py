@@ -74,5 +74,7 @@ def check(settings: Any) -> None:
     for name in settings.profiles:
         if PROFILES[name].experts % settings.ranks:
             raise UsageError(f"{OPTION}: --ranks {settings.ranks}; it must divide the {PROFILES[name].experts} experts")
+    if settings.moving.writes < 2:
+        raise UsageError(f"--moving-writes: {settings.moving.writes}; from 2 on, as experts change places in pairs")
     if settings.moving.steps < 3 * settings.rounds:
         raise UsageError(f"--moving-steps: {settings.moving.steps}; from {3 * settings.rounds} on, three a round")

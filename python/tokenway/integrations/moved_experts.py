@@ -136,6 +136,7 @@ class MovedExperts:
         if self._thread is not None:
             self._thread.shutdown()
         self.balancer.close()
+        self.weights.close()
 
     def _follow(self) -> None:
         """On rank 0, where the framework decides: asks its policy in a thread, every so many steps."""

@@ -4,8 +4,8 @@
 // weights, and by quotas choices per expert where the group counts.
 //
 // A map that moves is not chosen in the blocks of a dispatch, as they run beside the block that makes the version of
-// the next one. To have them choose by versions with steps was tried: it spared a kernel, but all dispatches took 2 %
-// longer (6.8 for 6.6 us a pair of one token, 2x H200), and those of maps that stay up to 10 %.
+// the next one. To have them choose by versions with steps was tried: it spared a kernel, but all dispatches took 2 to
+// 3 % longer (6.8 for 6.6 us a pair of one token, 2x H200), and those of maps that stay up to 10 %.
 //
 // Quotas are made by one block: they are few and follow from each other, so one thread makes them, out of shared
 // memory, with the code that the host runs; all threads count, and a warp for each expert gives out what the expert has

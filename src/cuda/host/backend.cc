@@ -148,7 +148,7 @@ Status NvlinkBackend::run_dispatch(const DispatchCall& call, HandleArrays& handl
   const Budget budget = budget_of(rows, call.sm_limit);
   p.loads_block = send ? budget.loads_block : LoadsBlock::kNone;
   const IdsIn given = p.in;
-  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseDispatch, call.stream, &p.in));
+  if (send) TW_RETURN_IF_FAILED(choose_slots(budget, handle, call.at, twPhaseDispatch, call.stream, &p.in));
   p.routed = balances() ? p.in : given;
   const uint64_t id_bytes = p.in.wide ? sizeof(int64_t) : sizeof(int32_t);
   const bool whole_ids =

@@ -248,7 +248,9 @@ class NvlinkBackend : public Backend {
   Status choose_for_layout(const LayoutCall& call, const IdsIn& in);
   // Whether physical experts are chosen by the quotas of a batch.
   bool balances() const { return !context_.maps->empty() && context_.spec->policy == twReplicaBalanced; }
-  Status choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in);
+  // budget: the call's.
+  Status choose_slots(const Budget& budget, const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream,
+                      IdsIn* in);
   bool poll_others(ErrorRecord* record);
   StepEnd end_of(void* stream, const Status& run);
   // `rows`: the shape of the call's rows, which is of one mode where the group has both.

@@ -21,7 +21,8 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   p.group = view_at(call.at, context_.map, !call.send_only);
   p.handle = view_of(handle, shape());
   p.in = ids_of(handle, !send);
-  if (send) TW_RETURN_IF_FAILED(choose_slots(handle, call.at, twPhaseCounts, call.stream, &p.in));
+  const Budget budget = limited(budget_, call.sm_limit);
+  if (send) TW_RETURN_IF_FAILED(choose_slots(budget, handle, call.at, twPhaseCounts, call.stream, &p.in));
   if (send && !p.in.own && shape().counts_loads != 0) {
     TW_CUDA(cudaMemsetAsync(handle.map.choices, 0, sizeof(int32_t) * static_cast<size_t>(shape().choices()),
                             static_cast<cudaStream_t>(call.stream)));
@@ -50,7 +51,7 @@ Status NvlinkBackend::run_counts(const CountsCall& call, HandleArrays& handle, b
   } else if (receive) {
     handle.device.counts_serial = 0;
   }
-  const int most = limited(budget_, call.sm_limit).max_grid;
+  const int most = budget.max_grid;
   const int blocks = send ? std::clamp((p.tokens + kCounted - 1) / kCounted, 1, most) : 1;
   TW_RETURN_IF_FAILED(launched("an exchange of counts", launch_counts(p, blocks, call.stream)));
   if (send) TW_RETURN_IF_FAILED(run_digest(handle, capturing, call.stream));

@@ -34,7 +34,8 @@ IdsIn NvlinkBackend::ids_of(const HandleArrays& handle, bool copied) const {
 
 // Chooses physical experts by quotas where the policy says so, or before a dispatch where the channel's version says by
 // which map: a kernel does that before the ids are used, which from then on are the handle's own.
-Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twPhase_t phase, void* stream, IdsIn* in) {
+Status NvlinkBackend::choose_slots(const Budget& budget, const HandleArrays& handle, StepPlace at, twPhase_t phase,
+                                   void* stream, IdsIn* in) {
   const bool by_version = in->head != nullptr && phase == twPhaseDispatch;  // counts find the map themselves
   if (in->map == nullptr || !(balances() || by_version)) return {};
   BalanceParams p{};
@@ -49,8 +50,8 @@ Status NvlinkBackend::choose_slots(const HandleArrays& handle, StepPlace at, twP
   if (balances()) {
     TW_RETURN_IF_FAILED(launched("balancing a batch", launch_balance(p, stream)));
   } else {
-    const bool early = budget_.early && captures(stream);
-    TW_RETURN_IF_FAILED(launched("choosing physical experts", launch_choose(p, budget_.view_grid, early, stream)));
+    const bool early = budget.early_views && captures(stream);
+    TW_RETURN_IF_FAILED(launched("choosing physical experts", launch_choose(p, budget.view_grid, early, stream)));
   }
   *in = ids_of(handle, true);
   return {};

@@ -19,7 +19,15 @@ def tables(run: Run) -> list[Table]:
     heads += ["MiB an expert", "MiB a step", "moves of a rank", "steps to the switch"]
     rows = run["moving"]
     steps = Table(what, heads, [_steps(row) for row in rows], range(1))
-    heads = ["profile", "tokens", "product, window us", "allocator us", "times", "host: balancer us a step", "idle us"]
+    heads = [
+        "profile",
+        "tokens",
+        "product, window us",
+        "allocator us",
+        "times",
+        "host: balancer us a step",
+        "when idle us",
+    ]
     beside = "The first grouped product behind a copy, worst rank; and what a balancer's step takes the host of rank 0"
     return [steps, Table(beside, heads, [_beside(row) for row in rows], range(1))]
 
@@ -49,7 +57,7 @@ def _steps(row: Row) -> list[str]:
 def _beside(row: Row) -> list[str]:
     worst = max(row["product_us"], key=lambda us: us["window"] / us["allocator"])
     times = [*map(microseconds, worst.values()), f"{worst['window'] / worst['allocator']:.4f}x"]
-    host = [microseconds(row["host_us"][kind]) for kind in ("moving", "idle")]
+    host = [microseconds(row["host_us"][kind]) if kind in row["host_us"] else "" for kind in ("moving", "idle")]
     return [row["profile"], str(row["tokens"]), *times, *host]
 
 
