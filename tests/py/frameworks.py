@@ -179,3 +179,25 @@ def steps() -> int:
     from tokenway.integrations import groups
 
     return sum(shared.steps for peers in groups.living() for shared in peers.groups.values())
+
+
+def await_moves(moved: Any) -> None:
+    """However busy the machine is: plans and copies that were begun end before the next step."""
+    if moved._planning is not None:
+        moved._planning.exception()
+    moved.balancer.wait()
+
+
+def check_maps(ranks: list[Any], experts: int, slots: int) -> None:
+    """What ranks have found of a framework's own maps behind moves: where each expert is is what the slots say, a slot
+    of each rank is spare, and the others' weights are those of their experts."""
+    for found in ranks:
+        for layer, table in enumerate(found["physical"]):
+            places = [[p for p, held in enumerate(table) if held == expert] for expert in range(experts)]
+            assert [[p for p in row if p >= 0] for row in found["logical"][layer]] == places
+            assert found["counts"][layer] == [len(each) for each in places]
+    for rank, found in enumerate(ranks):
+        for layer, table in enumerate(found["physical"]):
+            mine = table[rank * slots : (rank + 1) * slots]
+            assert mine.count(-1) == 1
+            assert all(expert in (-1, held) for expert, held in zip(mine, found["held"][layer], strict=True))

@@ -14,7 +14,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from deep_ep_ranks import begin, end
-from frameworks import SGLANG_APART, assert_caught, attempt, framework_apart, here, mutated, steps
+from frameworks import (
+    SGLANG_APART,
+    assert_caught,
+    attempt,
+    await_moves,
+    check_maps,
+    framework_apart,
+    here,
+    mutated,
+    steps,
+)
 from harness import HANGS, said
 from sglang_parts import PINNED, as_with_kernels, put_stand_ins
 
@@ -152,13 +162,6 @@ def forward(experts: Any, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return made
 
 
-def await_threads(moved: Any) -> None:
-    """However busy the machine is: plans and copies that were begun end before the next step."""
-    if moved._planning is not None:
-        moved._planning.exception()
-    moved.balancer.wait()
-
-
 def run_case(case: tuple[str, bool, str], hooks: Any, rank: int) -> dict[str, Any]:
     """A model whose experts move while it runs, and what SGLang then has of it. hooks: the module that is hooked in."""
     import torch
@@ -186,7 +189,7 @@ def run_case(case: tuple[str, bool, str], hooks: Any, rank: int) -> dict[str, An
                 number = experts.layer_id
                 if not np.array_equal(forward(experts, *batch(step, rank, number)), wanted(step, rank, number)):
                     wrong.append((step, number))
-            await_threads(moved)
+            await_moves(moved)
             if step == STEPS:
                 moved.balancer.paused, moved.settings = True, SimpleNamespace(policy=None)
             hooks.on_forward_pass_end(None, manager)
@@ -309,16 +312,8 @@ def judge(ranks: list[Any]) -> None:
         assert found["idle"] and found["changes"] > 0 and found["shared"] and found["others"]
         assert found["steps"] == 2 * len(NUMBERS) * (STEPS + LAST)
         assert found["tables"] == ranks[0]["tables"] == found["physical"] == found["on the host"]
-        for layer, table in enumerate(found["physical"]):
-            slots = [[p for p, held in enumerate(table) if held == expert] for expert in range(EXPERTS)]
-            assert [[p for p in row if p >= 0] for row in found["logical"][layer]] == slots
-            assert found["counts"][layer] == [len(each) for each in slots]
-    for rank, found in enumerate(ranks):
-        for layer, table in enumerate(found["physical"]):
-            mine = table[rank * SLOTS : (rank + 1) * SLOTS]
-            assert mine.count(-1) == 1
-            assert all(expert in (-1, held) for expert, held in zip(mine, found["held"][layer], strict=True))
         assert found["factors"]
+    check_maps(ranks, EXPERTS, SLOTS)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frameworks import assert_caught, framework_apart
+from frameworks import assert_caught, check_maps, framework_apart
 from harness import HANGS, said
 from test_vllm import PINNED
 from vllm_eplb_ranks import CASES, EXPERTS, LAST, LAYERS, SLOTS, STEPS, rank_main
@@ -47,15 +47,7 @@ def judge(case: dict[str, Any], ranks: list[Any]) -> None:
         assert found["changes"] > 0 and found["steps"] == 2 * LAYERS * (STEPS + LAST)
         assert found["tables"] == ranks[0]["tables"] == found["physical"]
         assert found["shared"] == [True] * LAYERS
-        for layer, table in enumerate(found["physical"]):
-            slots = [[p for p, held in enumerate(table) if held == expert] for expert in range(EXPERTS)]
-            assert [[p for p in row if p >= 0] for row in found["logical"][layer]] == slots
-            assert found["counts"][layer] == [len(each) for each in slots]
-    for rank, found in enumerate(ranks):
-        for layer, table in enumerate(found["physical"]):
-            mine = table[rank * SLOTS : (rank + 1) * SLOTS]
-            assert mine.count(-1) == 1
-            assert all(expert in (-1, held) for expert, held in zip(mine, found["held"][layer], strict=True))
+    check_maps(ranks, EXPERTS, SLOTS)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import vllm_ranks
-from frameworks import attempt, here, mutated, steps
+from frameworks import attempt, await_moves, here, mutated, steps
 from vllm_ranks import HIGH, LOW, begin, connect
 
 import tokenway as tw
@@ -163,13 +163,6 @@ def model_of(case: dict[str, Any], config: Any, rank: int) -> Any:
     return model
 
 
-def await_threads(moved: Any) -> None:
-    """However busy the machine is: plans and copies that were begun end before the next step."""
-    if moved._planning is not None:
-        moved._planning.exception()
-    moved.balancer.wait()
-
-
 def run_steps(
     case: dict[str, Any], config: Any, rank: int, model: Any, state: Any, made: range
 ) -> tuple[int, list[tuple[int, int]]]:
@@ -193,7 +186,7 @@ def run_steps(
                 if not np.array_equal(out, wanted(step, rank, index)):
                     wrong.append((step, index))
         for moved in state._tokenway_moved.values():
-            await_threads(moved)
+            await_moves(moved)
         state.step(is_dummy=not sizes[rank])
         (known,) = (each.physical_to_logical_map for each in state.model_states.values())
         changes += told is not None and not torch.equal(known, told)
