@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -106,3 +107,13 @@ def memory_info() -> dict[str, int]:
     except (OSError, ValueError):
         pass
     return found
+
+
+def measured() -> dict[str, Any]:
+    """What is written of a measurement beside its results: when, of which commit, where, with which software."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": describe(),
+        "versions": versions(),
+    }

@@ -10,7 +10,6 @@ which the first maps are planned for. Every result is compared, bit for bit, wit
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -239,10 +238,7 @@ def measure(seeds: int, **sizes: int) -> dict[str, Any]:
     return {
         "balancing": [row for load in loads for row in measure_load(Choices.of(load))],
         "settings": {**asdict(loads[0]), "seeds": seeds},
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **machine.measured(),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import sys
@@ -71,13 +70,11 @@ def record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
         if told[name] is None:
             del told[name]
     told["routings"] = [short_routing(name) for name in settings.routings]
-    of_results = results.pop("versions", {})
+    of_results, where = results.pop("versions", {}), machine.measured()
     return {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
-        "machine": machine.describe(),
-        "versions": machine.versions() | of_results,
+        **where,
+        "versions": where["versions"] | of_results,
         "settings": told,
         **results,
     }

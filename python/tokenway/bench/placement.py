@@ -8,7 +8,6 @@ seeds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -173,10 +172,7 @@ def measure(seeds: int) -> dict[str, Any]:
     return {
         "placement": figures,
         "settings": {"layers": LAYERS, "experts": EXPERTS, "sigma": SIGMA, "seeds": seeds},
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **machine.measured(),
     }
 
 
