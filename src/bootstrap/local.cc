@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
+#include <tuple>
 
 #include "bootstrap/bootstrap.h"
 #include "core/interrupt.h"
@@ -24,6 +26,7 @@ struct Table {
   // By (tag, rank). A rank's last parcels stay here, since peers may take them late.
   std::map<std::pair<uint64_t, int>, Given> parcels;
   std::set<std::pair<uint64_t, int>> given_up;  // (occasion, rank)
+  std::map<std::tuple<uint64_t, int, int>, std::string> posts;  // by (tag, from, to)
 };
 
 class LocalBootstrap : public Bootstrap {
@@ -51,6 +54,18 @@ class LocalBootstrap : public Bootstrap {
     const std::lock_guard lock(table_->mutex);
     table_->given_up.insert({occasion, rank_});
     table_->changed.notify_all();
+  }
+
+  void post(int peer, uint64_t tag, const std::string& bytes) override {
+    const std::lock_guard lock(table_->mutex);
+    table_->posts[{tag, rank_, peer}] = bytes;
+  }
+  bool posted(int peer, uint64_t tag, std::string* bytes) override {
+    const std::lock_guard lock(table_->mutex);
+    const auto found = table_->posts.find({tag, peer, rank_});
+    if (found == table_->posts.end()) return false;
+    *bytes = found->second;
+    return true;
   }
 
   std::vector<Presence> exchange(std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,

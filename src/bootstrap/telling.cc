@@ -2,11 +2,9 @@
 // stays behind at this rank's place and tells each of them once, until the timeout of the attempt that failed, or until
 // this process wants the place for another attempt. connect_over is here too: it connects by a Way, and makes the mesh,
 // or the thread. Without it, one rank's bad argument costs all others their timeout, and they blame the wrong thing.
-#include <pthread.h>
 #include <unistd.h>
 
 #include <condition_variable>
-#include <csignal>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -15,6 +13,7 @@
 
 #include "bootstrap/connecting.h"
 #include "bootstrap/descriptors.h"
+#include "core/interrupt.h"
 
 namespace tw {
 namespace {
@@ -65,18 +64,13 @@ void tell_others(std::unique_ptr<Connecting> connecting, const Status& why, cons
     const std::lock_guard lock(tellers().mutex);
     tellers().at[place] = teller;
   }
-  // Signals are for the program's own threads.
-  sigset_t all;
-  sigset_t before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    std::thread(stay, std::move(connecting), teller, place).detach();
+    const auto shared = std::make_shared<std::unique_ptr<Connecting>>(std::move(connecting));
+    start_thread([shared, teller, place] { stay(std::move(*shared), teller, place); }).detach();
   } catch (const std::system_error&) {  // no thread can be had: ranks that come later wait
     const std::lock_guard lock(tellers().mutex);
     tellers().at.erase(place);
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 // Ends the telling at a place that this process wants again.

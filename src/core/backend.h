@@ -15,6 +15,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/config.h"
+#include "core/hosts.h"
 #include "core/moving_backend.h"
 #include "core/record.h"
 #include "core/routing_source.h"
@@ -458,6 +459,7 @@ struct BackendInit {
   int32_t spin_us = -1;
   uint64_t cache_bytes = 0;
   Carrier* carrier = nullptr;
+  const Hosts* hosts = nullptr;
   // For devices alone.
   int device = -1;
   std::span<const int> devices;  // by rank of the bootstrap, where all ranks are in this process
@@ -474,6 +476,10 @@ Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backe
 // Makes the backend with staged transport over init.carrier (src/cpu): the ranks' memory stays their own. As
 // make_cpu_backend; it may use init.tag and the fifteen tags after it.
 Status make_staged_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
+
+// Makes the backend between hosts (src/cpu): shared memory among the ranks of a host, an engine (src/net) to others. As
+// make_cpu_backend; it may use init.tag and the fifteen tags after it, and the first of them in init.hosts->among too.
+Status make_fabric_backend(const BackendInit& init, std::unique_ptr<Backend>* backend);
 
 // Makes the backend on GPUs (src/cuda, in builds with CUDA). As make_cpu_backend; it may use init.tag and the fifteen
 // tags after it.

@@ -10,6 +10,7 @@
 #include "bootstrap/bootstrap.h"
 #include "core/carrier.h"
 #include "core/env.h"
+#include "core/hosts.h"
 #include "core/occupied.h"
 #include "core/quarantine.h"
 
@@ -19,6 +20,7 @@ struct twComm : tw::Quarantined<twComm> {
   int32_t timeout_ms = 0;                // timeout of meetings of all ranks
   int device = -1;                       // this rank's device; -1: the CPU
   std::unique_ptr<tw::Carrier> carrier;  // a portable comm's; else NULL
+  std::unique_ptr<tw::Hosts> hosts;      // of a comm between hosts; else NULL
   std::vector<int> devices;              // those of all ranks, where they are in this process
   // Collective calls so far: the high part of a bootstrap tag, the same on all ranks.
   std::atomic<uint64_t> occasions = 2;

@@ -210,6 +210,7 @@ BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, Ti
   init.spin_us = comm.environment.spin_us;
   init.cache_bytes = comm.environment.cache_bytes;
   init.carrier = comm.carrier.get();
+  init.hosts = comm.hosts.get();
   init.device = comm.device;
   init.devices = comm.devices;
   init.timeout_ms = group.config.given.timeout_ms;
@@ -254,7 +255,8 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank, tags, arena);
   const BackendInit init = make_init(*comm, *group, tags + kWindowStage, deadline);
-  const auto make = comm->carrier != nullptr ? make_staged_backend : make_cpu_backend;
+  const auto on_host = comm->hosts != nullptr ? make_fabric_backend : make_cpu_backend;
+  const auto make = comm->carrier != nullptr ? make_staged_backend : on_host;
 #if TOKENWAY_WITH_CUDA
   const Status mapped = (on_device ? make_nvlink_backend : make)(init, &group->backend);
 #else

@@ -3,10 +3,12 @@
 // wait does not ask, Ctrl-C does not end it; if it asks while it holds a lock, the function may deadlock.
 #include "core/interrupt.h"
 
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 
 namespace tw {
 namespace {
@@ -74,6 +76,22 @@ bool is_interruptible() {
 }
 
 bool was_interrupted() { return state.yes; }
+
+std::thread start_thread(std::function<void()> run) {
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread started;
+  try {
+    started = std::thread(std::move(run));
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return started;
+}
 
 Interruptible::Interruptible() : yes_(state.yes), next_(state.next) {
   state.yes = false;

@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <thread>
 
 #include "core/status.h"
 
@@ -31,6 +33,10 @@ bool was_interrupted();
 
 // Whether this thread would be asked; if not, a wait that need not look up for that may sleep to its end.
 bool is_interruptible();
+
+// Starts a thread of the library's own. Signals are for the program's threads: one that came here would be handled
+// while those sleep on.
+std::thread start_thread(std::function<void()> run);
 
 // The scope of one call of the API. It forgets what an earlier call of this thread was told. And a call that it was
 // made from (in a carrier's function, or in the function that is asked) does not learn what this one is told.

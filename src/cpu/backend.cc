@@ -1,5 +1,5 @@
-// The CPU's two backends, as one template over its transport: shared memory (CpuTransport) and staged transport
-// (StagedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
+// The CPU's backends, as one template over its transport: shared memory (CpuTransport), shared memory and an engine
+// between hosts (FabricTransport), and staged transport (StagedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
 // what the handle expects, and shows it through src/views.
 //
 // It makes the bits of results the same as the kernels' (S9), finishes each step in data or in an error (S6), and
@@ -9,6 +9,8 @@
 
 #include <algorithm>
 
+#include "cpu/collecting.h"
+#include "cpu/fabric_transport.h"
 #include "cpu/fp8_rows.h"
 #include "cpu/gathered.h"
 #include "cpu/grouped.h"
@@ -72,7 +74,8 @@ class CpuBackend : public Backend {
     const bool values = call.sent.values;
     const Shape& rows = call.sent.map.shape();
     transport_.begin(call.at,
-                     {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0)},
+                     {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0), 0,
+                      Area::kReturns},
                      call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,
@@ -90,14 +93,7 @@ class CpuBackend : public Backend {
   }
 
   Status send_collective(const CollectiveCall& call) override {
-    for (int rank = 0; rank < shape().ranks; ++rank) counts_[rank] = rows_for(call, rank);
-    transport_.begin(call.at, {counts_.data(), call.places.tensors, call.places.rows_bytes()}, call.send_only);
-    const std::vector<int64_t> first = first_rows(call);
-    tw::send_collective(
-        transport_, context_.map, call.at, call.places, call.mode(), collective_note(call.bound, call.digest),
-        [&](int rank) { return rows_for(call, rank); },
-        [&](int q, int rank, int32_t i) { return row_at(call, q, first[rank] + i, rank); },
-        call.views || call.in_window);
+    cpu::send_collective(transport_, context_, call, counts_.data());
     return {};
   }
 
@@ -181,21 +177,7 @@ class CpuBackend : public Backend {
   }
 
   StepEnd finish_collective(const CollectiveCall& call, TimePoint deadline) override {
-    StepEnd end = await_step(transport_, context_.map, call.at, call.mode(), collective_note(call.bound, call.digest),
-                             deadline, counts_.data());
-    for (int peer = 0; peer < shape().ranks && end.code == twSuccess; ++peer) {
-      if (!call.reduces && !call.all_sizes) continue;
-      // Ranks give the same sizes: else the digests would differ, and the step would have failed.
-      const int32_t told = call.reduces ? rows_for(call, context_.me) : call.sizes[peer];
-      if (counts_[peer] != told) end = {twInternalError, context_.me, {}, 0};
-    }
-    if (end.code != twSuccess) std::fill(counts_.begin(), counts_.end(), 0);
-    if (call.reduces) {
-      sum(call, end.code == twSuccess);
-    } else {
-      gather(call, end.code == twSuccess);
-    }
-    return end;
+    return cpu::finish_collective(transport_, context_, call, deadline, counts_.data());
   }
 
   Status send_sharing(const SharingCall& call, HandleArrays& handle) override {
@@ -261,7 +243,8 @@ class CpuBackend : public Backend {
     count_choices_of_part(shape(), context_.placement, context_.me, received, part, choices_.data());
     const bool values = call.sent.values;
     transport_.begin(call.at,
-                     {choices_.data(), values ? 2 : 1, rows.combine_bytes + (values ? uint64_t{sizeof(float)} : 0)},
+                     {choices_.data(), values ? 2 : 1, rows.combine_bytes + (values ? uint64_t{sizeof(float)} : 0), 0,
+                      Area::kReturns},
                      call.send_only);
     place_received(context_, call.layout, call.alignment, next_.data(), handle);
     ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());
@@ -322,75 +305,6 @@ class CpuBackend : public Backend {
     publish_step(transport_, context_.map, call.at, Mode::kDispatch, note,
                  [&](int peer) { return routing.send_counts[peer]; });
     return {};
-  }
-
-  // How many rows of a gather or reduce this rank sends to a rank. Wherever the given sizes are, the host knows them.
-  int32_t rows_for(const CollectiveCall& call, int rank) const {
-    if (!call.all_sizes) return call.reduces ? call.bound : call.sizes[0];
-    return call.sizes[call.reduces ? rank : context_.me];
-  }
-  // How many rows of a reduce this rank sums.
-  int32_t own_rows(const CollectiveCall& call) const { return call.sizes[call.all_sizes ? context_.me : 0]; }
-
-  // For a reduce of flat tensors: the row where each rank's rows begin.
-  std::vector<int64_t> first_rows(const CollectiveCall& call) const {
-    std::vector<int64_t> first(shape().ranks, 0);
-    for (int rank = 1; rank < shape().ranks && call.reduces && call.flat; ++rank) {
-      first[rank] = first[rank - 1] + call.sizes[rank - 1];
-    }
-    return first;
-  }
-  static const std::byte* row_at(const CollectiveCall& call, int q, int64_t row, int rank) {
-    const CollectiveTensor& tensor = call.tensors[q];
-    return tensor.in + rank * tensor.block_stride + row * tensor.row_stride;
-  }
-
-  void sum(const CollectiveCall& call, bool good) {
-    const int32_t rows = own_rows(call);
-    const int64_t first = first_rows(call)[context_.me];
-    std::vector<const void*> terms(shape().ranks);
-    for (int32_t q = 0; q < call.places.tensors; ++q) {
-      const CollectiveTensor& tensor = call.tensors[q];
-      if (!good) {
-        fill_nan(tensor.out, tensor.to, rows * tensor.elements);
-        continue;
-      }
-      const RowTypes types{tensor.from, tensor.to, tensor.elements, false};
-      const auto own_row = [&](int32_t of, int32_t i) -> const void* {
-        return call.in_window ? nullptr : row_at(call, of, first + i, context_.me);
-      };
-      sum_collective(transport_, context_.map, call.at, call.places, q, rows, types, own_row, tensor.out,
-                     tensor.out_stride, terms.data(), sum_rows);
-    }
-  }
-
-  void gather(const CollectiveCall& call, bool good) {
-    int32_t begin = 0;
-    for (int32_t source = 0; source < shape().ranks; ++source) {
-      if (call.offsets != nullptr) call.offsets[source] = begin;
-      if (call.counts != nullptr) call.counts[source] = counts_[source];
-      const int64_t row = call.flat ? begin : int64_t{source} * call.bound;
-      for (int32_t q = 0; q < call.places.tensors && good; ++q) show(call, q, source, row);
-      begin += counts_[source];
-    }
-    if (call.offsets != nullptr) call.offsets[shape().ranks] = begin;
-  }
-  // Copies the rows of a source to where the caller wants them, from `row` on.
-  void show(const CollectiveCall& call, int32_t q, int32_t source, int64_t row) {
-    const CollectiveTensor& tensor = call.tensors[q];
-    const uint64_t bytes = call.places.row_bytes[q];
-    const auto rows = static_cast<uint64_t>(counts_[source]);
-    if (tensor.out == nullptr || rows == 0) return;
-    std::byte* const to = tensor.out + row * tensor.out_stride;
-    if (source != context_.me || call.in_window) {
-      const uint64_t bank = context_.map.bank(call.at.channel, call.at.bank());
-      std::memcpy(to, transport_.local(bank + call.places.row(q, source, 0)), rows * bytes);
-      return;
-    }
-    if (to == tensor.in) return;  // in place
-    for (uint64_t i = 0; i < rows; ++i) {
-      std::memcpy(to + i * bytes, tensor.in + static_cast<int64_t>(i) * tensor.row_stride, bytes);
-    }
   }
 
   static const uint64_t* receive_offset_of(const DispatchCall& call, const HandleArrays& handle) {
@@ -481,6 +395,18 @@ Status make_cpu_backend(const BackendInit& init, std::unique_ptr<Backend>* backe
   TW_RETURN_IF_FAILED(cpu::map_windows(init, &windows));
   auto transport = std::make_shared<cpu::CpuTransport>(init, std::move(windows));
   *backend = std::make_unique<cpu::CpuBackend<cpu::CpuTransport>>(init, std::move(transport));
+  return {};
+}
+
+Status make_fabric_backend(const BackendInit& init, std::unique_ptr<Backend>* backend) {
+  std::shared_ptr<cpu::FabricTransport> transport;
+  if (init.arena != nullptr) {  // its words and staging are the lanes'
+    transport = static_cast<const cpu::CpuBackend<cpu::FabricTransport>&>(*init.arena).transport();
+    TW_RETURN_IF_FAILED(transport->check_placed(init));
+  } else {
+    TW_RETURN_IF_FAILED(cpu::FabricTransport::make(init, &transport));
+  }
+  *backend = std::make_unique<cpu::CpuBackend<cpu::FabricTransport>>(init, std::move(transport));
   return {};
 }
 

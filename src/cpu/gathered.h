@@ -38,6 +38,7 @@ class Picker {
   void put(int peer, uint64_t offset, const void* from, size_t n) {
     if (peer == transport_.rank()) transport_.put(peer, offset, from, n);
   }
+  void put_row(int peer, uint64_t offset, const void* from, size_t n) { put(peer, offset, from, n); }
   void flush() {}
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
     if (peer == transport_.rank()) transport_.store(offset, signal, note);

@@ -45,7 +45,9 @@ class Loads {
   template <class T>
   void put(T& transport, const DispatchCall& call, const HandleArrays& handle) {
     const void* const told = tell(call, handle);
-    for (int rank = 0; rank < shape().ranks; ++rank) transport.put(rank, place(call.at, context_.me), told, bytes());
+    for (int rank = 0; rank < shape().ranks; ++rank) {
+      transport.put_row(rank, place(call.at, context_.me), told, bytes());
+    }
   }
 
   Status tell_ready(uint32_t word) { return ready_ = word, Status(); }

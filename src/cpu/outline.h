@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <numeric>
 
+#include "layout/hosts_map.h"
+
 namespace tw::cpu {
 
 struct Outline {
@@ -13,6 +15,7 @@ struct Outline {
   int puts = 0;                   // puts of a row
   uint64_t bytes = 0;             // bytes of a row, all its puts together
   uint64_t once = 0;              // bytes of one more put for each rank; 0: none
+  Area area = Area::kInbox;       // where the step's rows go between hosts
 
   uint64_t all_rows(int ranks) const {
     if (rows == nullptr) return static_cast<uint64_t>(ranks);

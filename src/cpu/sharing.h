@@ -25,7 +25,7 @@ void send_sharing(T& transport, const Context& context, const SharingCall& call,
   const uint32_t digest = tokens_digest(handle.all.tokens, handle.all.sum, call.tensors[0].dtype);
   uint64_t bytes = 0;
   for (int32_t q = 0; q < call.places.tensors; ++q) bytes += row_bytes(q);
-  transport.begin(call.at, {counts, call.places.tensors, bytes}, false);
+  transport.begin(call.at, {counts, call.places.tensors, bytes, 0, Area::kStraight}, false);
   tw::send_sharing(transport, context.map, call.at, call.places, set, count, call.note(), digest, share, row_bytes);
 }
 

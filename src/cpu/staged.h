@@ -101,6 +101,7 @@ class StagedTransport {
   std::byte* begin_gathered(StepPlace at, int tokens, uint64_t row, uint64_t more, bool send_only, Unpack unpack);
 
   void put(int peer, uint64_t offset, const void* source, size_t n);
+  void put_row(int peer, uint64_t offset, const void* source, size_t n) { put(peer, offset, source, n); }
   void flush() {}
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
   Signal load(uint64_t offset) const;

@@ -18,9 +18,6 @@
 namespace tw::cpu {
 namespace {
 
-// A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
-constexpr std::chrono::milliseconds kLongestSleep{10};
-
 // Asks the kernel: sysconf reads the processor's own table, which virtual machines leave as it was on a larger host.
 uint64_t last_level_cache() {
   constexpr uint64_t kUsual = 32u << 20;

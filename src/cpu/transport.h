@@ -38,6 +38,8 @@ class CpuTransport {
     }
   }
 
+  void put_row(int peer, uint64_t offset, const void* source, size_t n) { put(peer, offset, source, n); }
+
   // Plain stores are ordered by the release in publish; streaming ones are not.
   void flush() {
     if (streaming_) stream_fence();
@@ -65,15 +67,25 @@ class CpuTransport {
   AbortSignal abort_of(int writer) const;
 
  protected:
-  // Time for what others have sent to arrive behind the abort of a rank that may have come through the step.
-  std::chrono::milliseconds grace_{200};
-
- private:
-  static constexpr size_t kStreamedRow = 512;  // below this there are too few whole cache lines to pay
+  // A sleeper looks up this often, for peers that died or gave up: they cannot wake it.
+  static constexpr std::chrono::milliseconds kLongestSleep{10};
 
   std::atomic_ref<uint64_t> at(int peer, uint64_t offset) const {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(windows_[peer]->data() + offset));
   }
+  void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
+
+  // Time for what others have sent to arrive behind the abort of a rank that may have come through the step.
+  std::chrono::milliseconds grace_{200};
+  std::vector<std::shared_ptr<Mapping>> windows_;  // [N]; those of ranks of other hosts are NULL
+  Bootstrap* bootstrap_;
+  std::vector<int> members_;
+  int me_;
+  std::chrono::microseconds spin_;
+
+ private:
+  static constexpr size_t kStreamedRow = 512;  // below this there are too few whole cache lines to pay
+
   std::atomic_ref<uint32_t> sleepers(int peer) const {
     return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
   }
@@ -84,13 +96,7 @@ class CpuTransport {
   }
   int find_dead(int peer, uint64_t offset, uint32_t step) const;
   TimePoint given_up_at(int peer, uint64_t offset, uint32_t step) const;
-  void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
 
-  std::vector<std::shared_ptr<Mapping>> windows_;
-  Bootstrap* bootstrap_;
-  std::vector<int> members_;
-  int me_;
-  std::chrono::microseconds spin_;
   uint64_t cache_bytes_;  // bytes of the last-level cache
   bool streaming_ = false;
 };

@@ -20,20 +20,21 @@ template <Transport T, class Count, class RowAt>
 void send_collective(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, Mode mode, uint64_t note,
                      Count&& count, RowAt&& row_at, bool own) {
   const uint64_t bank = map.bank(at.channel, at.bank());
-  const auto bound = static_cast<int32_t>(static_cast<uint32_t>(note));
-  for (int32_t i = 0; i < bound; ++i) {
-    bool any = false;
-    // All copies of a gathered row follow each other: it is read from memory once and from the cache after that.
-    for (int turn = 1; turn <= t.ranks(); ++turn) {
-      const int rank = (t.rank() + turn) % t.ranks();
-      if (i >= count(rank)) continue;
-      any = true;
-      if (rank == t.rank() && !own) continue;
-      for (int32_t q = 0; q < places.tensors; ++q) {
-        t.put(rank, bank + places.row(q, t.rank(), i), row_at(q, rank, i), places.row_bytes[q]);
+  for (int32_t q = 0; q < places.tensors; ++q) {
+    const auto put = [&](int rank, int32_t i) {
+      if (rank == t.rank() && !own) return;
+      t.put_row(rank, bank + places.row(q, t.rank(), i), row_at(q, rank, i), places.row_bytes[q]);
+    };
+    // A row that all get is put to all at once: it is read from memory once and from the cache after that. Rows of one
+    // rank follow each other as they lie there, so that a transport may move them in one piece.
+    const int32_t together = mode == Mode::kGather ? count(t.rank()) : 1;
+    for (int32_t first = 0; first < together; ++first) {
+      for (int turn = 1; turn <= t.ranks(); ++turn) {
+        const int rank = (t.rank() + turn) % t.ranks();
+        const int32_t end = mode == Mode::kGather ? first + 1 : count(rank);
+        for (int32_t i = first; i < end; ++i) put(rank, i);
       }
     }
-    if (!any) break;
   }
   // Published only now, to all at once: rows may lie in the other bank (S3).
   publish_step(t, map, at, mode, note, count);

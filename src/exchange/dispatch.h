@@ -49,8 +49,8 @@ void send_dispatch(T& t, const WindowMap& map, StepPlace at, const Routing& rout
       std::memcpy(meta, &header, sizeof header);
       t.put(to.rank, map.meta_row(at.channel, at.bank(), row), meta, meta_bytes(shape.top_k));
       for (int q = 0; q < shape.payloads; ++q) {
-        t.put(to.rank, row_place(map, at, receive_offset, to.rank, q, row),
-              payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
+        t.put_row(to.rank, row_place(map, at, receive_offset, to.rank, q, row),
+                  payloads[q].data + token * payloads[q].stride, shape.payload_bytes[q]);
       }
     }
   }

@@ -18,12 +18,12 @@ template <Transport T, class Share, class RowBytes>
 void send_sharing(T& t, const WindowMap& map, StepPlace at, const CollectiveMap& places, const ReplicaSet& set,
                   int32_t count, uint64_t note, uint32_t digest, Share&& share, RowBytes&& row_bytes) {
   const uint64_t bank = map.bank(at.channel, at.bank());
-  for (int32_t i = 0; i < count; ++i) {
-    for (int32_t turn = 1; turn < set.size; ++turn) {
-      const int rank = set.first + (set.place + turn) % set.size;
-      for (int32_t q = 0; q < places.tensors; ++q) {
-        const uint64_t bytes = row_bytes(q);
-        t.put(rank, bank + places.row(q, set.place, i), share(q) + static_cast<uint64_t>(i) * bytes, bytes);
+  for (int32_t turn = 1; turn < set.size; ++turn) {
+    const int rank = set.first + (set.place + turn) % set.size;
+    for (int32_t q = 0; q < places.tensors; ++q) {
+      const uint64_t bytes = row_bytes(q);
+      for (int32_t i = 0; i < count; ++i) {
+        t.put_row(rank, bank + places.row(q, set.place, i), share(q) + static_cast<uint64_t>(i) * bytes, bytes);
       }
     }
   }

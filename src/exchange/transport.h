@@ -33,6 +33,7 @@ struct Waited {
 
 // Offsets are those of WindowMap, the same in every window.
 //   put       copies n bytes to a peer's window; unordered until flush
+//   put_row   the same of memory that stays as it is until flush: what goes to several peers may travel once for all
 //   flush     everything put so far happens before what is published next
 //   publish   one release store of the note, then of the signal
 //   load      one acquire load of a signal in this rank's window
@@ -45,6 +46,7 @@ concept Transport = requires(T& t, int peer, uint64_t offset, const void* source
   { t.rank() } -> std::same_as<int>;
   { t.ranks() } -> std::same_as<int>;
   { t.put(peer, offset, source, n) } -> std::same_as<void>;
+  { t.put_row(peer, offset, source, n) } -> std::same_as<void>;
   { t.flush() } -> std::same_as<void>;
   { t.publish(peer, offset, signal, note) } -> std::same_as<void>;
   { t.load(offset) } -> std::same_as<Signal>;

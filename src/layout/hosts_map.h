@@ -1,78 +1,174 @@
-// HostsMap: what a rank has beside its window where ranks are on several hosts (docs/PROTOCOL.md, "Between hosts"): an
-// inbox for the lists of each remote source whose rail peer it is, staging for what it puts, words and their blocks,
-// all of them twice, for each channel. It takes the group's Shape and where this rank stands, and gives bytes.
+// HostsMap: where everything lies that ranks have beside their windows where they are on several hosts
+// (docs/PROTOCOL.md, "Between hosts"): words with their blocks, inboxes for the messages of remote sources, room for
+// what a combine returns, and staging; all of it twice, for each channel. It takes a Topology's numbers and a window's
+// map, and gives bytes and offsets. It is the same on all ranks, sized for the largest host, so that a source knows
+// where its rail peer reads.
 //
-// All of it follows from the group's maxima (S10). If a size is too small, a source writes over another one's list.
+//   words   for each list a word, a line to itself, and behind it its block; the blocks that this rank stages, one for
+//           each host; the rows word of each rank
+//   lists   inboxes, room for returns (if there is none in the window's bank), staging
+//
+// All of it follows from the group's maxima (S10). If a size is too small, a source writes over another one's message.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
 
-#include "layout/shape.h"
+#include "layout/topology.h"
+#include "layout/window_map.h"
 
 namespace tw {
 
+// What a message is made of: records, each a head, a target for each rank that wants its bytes, and the bytes, padded
+// to 8. A target is rail:16 | offset:48, an offset in that rank's window.
+struct Record {
+  uint32_t bytes;
+  uint32_t targets;
+
+  static constexpr int kOffsetBits = 48;
+  static constexpr uint64_t kAlignment = 8;
+  static constexpr uint64_t padded(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  static constexpr uint64_t head(uint64_t targets) { return sizeof(Record) + sizeof(uint64_t) * targets; }
+  static constexpr uint64_t room(uint64_t bytes, uint64_t targets) { return head(targets) + padded(bytes); }
+};
+
+// What a source says of its message before its word: in front of the entries of the ranks of the host.
+struct Block {
+  uint64_t bytes = 0;    // of the message
+  uint32_t area = 0;     // Area
+  uint32_t entries = 0;  // ranks of the host
+
+  struct Entry {
+    uint64_t note = 0;
+    uint64_t rows_word = 0;  // what the rank's rows word of this source becomes in this step
+    uint64_t n = 0;
+  };
+};
+
+// Where a message lies at the rail peer.
+enum class Area : uint32_t {
+  kInbox,     // what goes out: rows of a dispatch or gather, counts
+  kReturns,   // partials of a combine
+  kStraight,  // nowhere: rows lie at their places in the windows already, and rows words tell it
+};
+
 struct HostsMap {
-  int32_t hosts = 1;
-  int32_t local = 1;       // ranks of this rank's host
-  int32_t lists = 0;       // remote ranks whose rail peer this one is; it folds partials for the same ones
-  bool by_domain = false;  // partials of a host are folded before they travel
+  static constexpr int kBanks = 2;            // T3
+  static constexpr uint64_t kWordRoom = 64;   // a word has a line to itself: words have different writers
+  static constexpr uint64_t kAlignment = 64;  // of every region
 
-  static constexpr uint64_t kBanks = 2;        // T3
-  static constexpr uint64_t kWordRoom = 64;    // a word has a line to itself: words have different writers
-  static constexpr uint64_t kBlockEntry = 32;  // of each rank: note, n, where its partials go, its rows word
+  int hosts = 1;
+  int ranks = 0;
+  int local = 1;     // the most ranks of a host
+  int lists = 0;     // the most that lie at one rank
+  int channels = 0;
+  uint64_t inbox = 0;     // bytes of one message that goes out,
+  uint64_t returns = 0;   // of one that returns,
+  uint64_t staging = 0;   // and of all that a rank stages in a step
+  uint64_t in_bank = 0;   // where returns begin in the window's bank; 0: they have room of their own
 
-  // `sizes`: ranks of each host. Rank `rail` of host `host`; ranks of a host that is larger share rail peers.
-  static constexpr HostsMap make(std::span<const int32_t> sizes, int32_t host, int32_t rail, bool by_domain) {
-    HostsMap map;
-    map.hosts = static_cast<int32_t>(sizes.size());
-    map.local = sizes[host];
-    map.by_domain = by_domain;
-    for (int32_t other = 0; other < map.hosts; ++other) {
-      if (other != host && sizes[other] > rail) map.lists += (sizes[other] - rail + map.local - 1) / map.local;
+  // replicas: ranks that hold the same tokens, whose sums they put to each other straight.
+  static HostsMap make(const Topology& topology, const WindowMap& map, int replicas) {
+    const Shape& shape = map.shape();
+    HostsMap made;
+    made.hosts = topology.hosts();
+    made.ranks = topology.size();
+    made.channels = shape.channels;
+    if (made.hosts == 1) return made;
+    made.local = topology.most_local();
+    made.lists = topology.most_lists();
+    const auto local = static_cast<uint64_t>(made.local);
+    const auto tokens = static_cast<uint64_t>(shape.max_tokens);
+    const uint64_t targets = std::min<uint64_t>(shape.top_k, local);
+    // Every rank has its part of a bank in a gather or reduce, or each of the replicas.
+    const uint64_t part = map.bank_bytes() / static_cast<uint64_t>(made.ranks) + kSlack;
+    const uint64_t token = kMaxPayloads * (Record::room(0, targets) + Record::kAlignment) +
+                           shape.most_dispatch_bytes() + targets * Record::room(meta_bytes(shape.top_k), 1);
+    const uint64_t counts = local * Record::room(WindowMap::counts_bytes(shape), 1);
+    const uint64_t loads = shape.counts_loads != 0 ? sizeof(uint64_t) * WindowMap::loads_words(shape) : 0;
+    const uint64_t gathered = part + kMaxPayloads * (Record::room(0, local) + Record::kAlignment);
+    made.inbox = align(std::max({tokens * token + Record::room(loads, local), counts, gathered}));
+    const auto served = static_cast<uint64_t>(shape.per_expert != 0 ? shape.top_k : 1);
+    const uint64_t returned = Record::room(shape.most_combine_bytes(), 1) + Record::room(sizeof(float), 1);
+    made.returns = align(local * static_cast<uint64_t>(shape.part_tokens()) * served * returned);
+    const auto sharing = static_cast<uint64_t>(std::min(replicas - 1, topology.most_remote()));
+    const uint64_t straight =
+        std::max(static_cast<uint64_t>(topology.most_remote()) * part,
+                 replicas > 1 ? sharing * (map.bank_bytes() / static_cast<uint64_t>(replicas) + kSlack) : 0);
+    made.staging = align(std::max(static_cast<uint64_t>(made.hosts - 1) * made.message(), straight));
+    const uint64_t all_returns = static_cast<uint64_t>(made.lists) * made.returns;
+    if (inbox_end(map) + all_returns <= map.bank_bytes()) {
+      made.in_bank = (map.bank_bytes() - all_returns) / kAlignment * kAlignment;
+      if (made.in_bank < inbox_end(map)) made.in_bank = 0;
     }
-    return map;
+    return made;
   }
 
-  // One row of a list: its header, ids, weights, a slot for each rank of the host (-1: not for that one), payloads.
-  constexpr uint64_t list_row(const Shape& shape) const {
-    const uint64_t head = meta_bytes(shape.top_k) + sizeof(int32_t) * static_cast<uint64_t>(local);
-    return align(head, kRowAlignment) + align(shape.most_dispatch_bytes(), kRowAlignment);
-  }
-  // One inbox of a bank: lists of a dispatch or, by_domain, the folds of other hosts for this rank, one of each.
-  constexpr uint64_t inbox_bytes(const Shape& shape) const {
-    const uint64_t row = by_domain ? std::max(list_row(shape), shape.most_combine_bytes()) : list_row(shape);
-    return times(lists, shape.max_tokens) * row;
-  }
-  // Staging of a bank: a list for each other host, or what a combine returns to other hosts: partials of all tokens
-  // that ranks there may have sent or, by_domain, the folds for the ranks whose rail peer this one is.
-  constexpr uint64_t staging_bytes(const Shape& shape) const {
-    const uint64_t dispatch = times(hosts - 1, shape.max_tokens) * list_row(shape);
-    const uint64_t owners = by_domain ? lists : shape.ranks - local;
-    return std::max(dispatch, owners * static_cast<uint64_t>(shape.part_tokens()) * shape.most_combine_bytes());
-  }
-  // Words and blocks of a bank: those that come and those staged, and a rows word of each remote rank.
-  constexpr uint64_t word_bytes(const Shape& shape) const {
-    const uint64_t block = kWordRoom + align(kBlockEntry * static_cast<uint64_t>(local), kWordRoom);
-    return (times(lists, 1) + times(hosts - 1, 1)) * block + times(shape.ranks - local, 1) * kWordRoom;
-  }
-  constexpr uint64_t bytes(const Shape& shape) const {
-    return kBanks * static_cast<uint64_t>(shape.channels) *
-           (inbox_bytes(shape) + staging_bytes(shape) + word_bytes(shape));
+  // Whether a group of that map, placed among those that this one was made for, finds room in it.
+  bool holds(const HostsMap& other, const WindowMap& map) const {
+    return inbox >= other.inbox && returns >= other.returns && staging >= other.staging &&
+           (in_bank == 0 || inbox_end(map) <= in_bank);
   }
 
-  // What a combine of this bound needs of a bank of the window where partials go by the rail peer, or to the rank that
-  // folds: those of the own host for the own tokens, and those that come for other ranks.
-  constexpr uint64_t combine_bank(const Shape& shape, int32_t bound) const {
-    const uint64_t own = times(bound, std::min(shape.top_k, local));
-    return (own + times(lists, local) * static_cast<uint64_t>(bound)) * shape.most_combine_bytes();
+  uint64_t message() const { return std::max(inbox, returns); }
+  uint64_t block_bytes() const {
+    return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local));
   }
+
+  // ---- Offsets in the memory of words.
+  uint64_t words_bytes() const { return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * words_bank(); }
+  uint64_t word(int channel, int bank, int list) const {
+    return words_at(channel, bank) + static_cast<uint64_t>(list) * (kWordRoom + block_bytes());
+  }
+  uint64_t block(int channel, int bank, int list) const { return word(channel, bank, list) + kWordRoom; }
+  uint64_t staged_block(int channel, int bank, int host) const {
+    return word(channel, bank, lists) + static_cast<uint64_t>(host) * block_bytes();
+  }
+  uint64_t rows_word(int channel, int bank, int rank) const {
+    return staged_block(channel, bank, hosts) + static_cast<uint64_t>(rank) * kWordRoom;
+  }
+
+  // ---- Offsets in the memory of lists.
+  uint64_t lists_bytes() const { return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * lists_bank(); }
+  uint64_t inbox_at(int channel, int bank, int list) const {
+    return lists_at(channel, bank) + static_cast<uint64_t>(list) * inbox;
+  }
+  // In the memory of lists, or, where in_bank is not 0, from the begin of the window's bank.
+  uint64_t returns_at(int channel, int bank, int list) const {
+    const uint64_t begin = in_bank != 0 ? in_bank : inbox_at(channel, bank, lists);
+    return begin + static_cast<uint64_t>(list) * returns;
+  }
+  uint64_t staging_at(int channel, int bank) const {
+    return inbox_at(channel, bank, lists) + (in_bank != 0 ? 0 : static_cast<uint64_t>(lists) * returns);
+  }
+
+  // What a rank has beside its window.
+  uint64_t bytes() const { return words_bytes() + lists_bytes(); }
 
  private:
-  static constexpr uint64_t kRowAlignment = 16;
-  static constexpr uint64_t align(uint64_t bytes, uint64_t to) { return (bytes + to - 1) / to * to; }
-  static constexpr uint64_t times(int32_t a, int32_t b) { return static_cast<uint64_t>(a) * static_cast<uint64_t>(b); }
+  static constexpr uint64_t kSlack = 4096;  // parts of a bank are aligned, each tensor's
+
+  static constexpr uint64_t align(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  // Where the inbox of a combine, and the values beside it, end in a bank.
+  static uint64_t inbox_end(const WindowMap& map) {
+    const Shape& shape = map.shape();
+    const auto places = static_cast<uint64_t>(shape.part_tokens()) * static_cast<uint64_t>(shape.returning());
+    return align(places * shape.most_combine_bytes() + sizeof(float));
+  }
+  uint64_t words_bank() const {
+    return static_cast<uint64_t>(lists) * (kWordRoom + block_bytes()) + static_cast<uint64_t>(hosts) * block_bytes() +
+           static_cast<uint64_t>(ranks) * kWordRoom;
+  }
+  uint64_t words_at(int channel, int bank) const {
+    return (static_cast<uint64_t>(channel) * kBanks + static_cast<uint64_t>(bank)) * words_bank();
+  }
+  uint64_t lists_bank() const {
+    const auto all = static_cast<uint64_t>(lists);
+    return all * inbox + (in_bank != 0 ? 0 : all * returns) + staging;
+  }
+  uint64_t lists_at(int channel, int bank) const {
+    return (static_cast<uint64_t>(channel) * kBanks + static_cast<uint64_t>(bank)) * lists_bank();
+  }
 };
 
 }  // namespace tw

@@ -11,7 +11,8 @@
 // a put, not puts without a word behind them, not operations to or from different peers.
 //
 // Words. An add is atomic: several peers, and threads of the owner by std::atomic_ref, may add to one word. The usual
-// use is one writer, which adds (new - old), so that the word has `new` then. A word is 8 bytes, aligned to 8.
+// use is one writer, which adds (new - old), so that the word has `new` then. A word is 8 bytes, aligned to 8. Threads
+// that sleep on its upper half by a futex (FUTEX_WAIT, not private) are woken.
 //
 // Progress is a thread of the engine's own, in every process: a put lands while the target computes or sleeps. A thread
 // that waits for a word may also call poll() in its loop, which saves the way through that thread.

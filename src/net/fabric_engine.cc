@@ -60,7 +60,7 @@ Status FabricEngine::start(const std::vector<std::string>& names, uint64_t secre
                                                      std::span(&operations_[kReceives + share * peer], share));
   }
   for (size_t i = 0; i < kReceives; ++i) receive(operations_[i]);
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
   return {};
 }
 

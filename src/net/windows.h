@@ -2,6 +2,10 @@
 // is sent, so a put beyond a window is refused alike everywhere.
 #pragma once
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -50,9 +54,12 @@ class Windows {
   }
   std::byte* at(const Place& place) const { return windows_[static_cast<size_t>(place.window)].memory + place.offset; }
 
-  // Adds to a word of this rank. The release is what an acquire load of the word meets.
+  // Adds to a word of this rank. The release is what an acquire load of the word meets. Wakes threads, of any process,
+  // that sleep by a futex on the word's upper half.
   void add_to(const Place& place, uint64_t add) const {
-    std::atomic_ref(*reinterpret_cast<uint64_t*>(at(place))).fetch_add(add, std::memory_order_release);
+    std::byte* const word = at(place);
+    std::atomic_ref(*reinterpret_cast<uint64_t*>(word)).fetch_add(add, std::memory_order_release);
+    ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(word + kWordBytes / 2), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
   }
 
  private:

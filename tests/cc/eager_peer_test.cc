@@ -73,6 +73,7 @@ class EagerTransport {
     flushed_ = false;
     std::memcpy(local_of(peer, offset), source, n);
   }
+  void put_row(int peer, uint64_t offset, const void* source, size_t n) { put(peer, offset, source, n); }
   void flush() { flushed_ = true; }
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note) {
     EXPECT_TRUE(flushed_) << "S4: published before a flush";

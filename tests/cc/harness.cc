@@ -1,10 +1,12 @@
 #include "harness.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
 
 #include "core/group.h"
+#include "hosts_world.h"
 
 namespace tw::test {
 
@@ -69,6 +71,11 @@ int64_t dispatch_nothing(twGroup_t group, const twGroupConfig_t& config) {
 World::World(int ranks, const twGroupConfig_t& given, const std::function<void(int, twGroupConfig_t*)>& each)
     : config(given), homes(given, ranks), comms(ranks), groups(ranks) {
   EXPECT_TW(twSuccess, twCommCreateLocal(comms.data(), ranks, nullptr));
+  // The whole suite runs between hosts too: TOKENWAY_TEST_HOSTS is the ranks of each.
+  if (const char* const each_has = std::getenv("TOKENWAY_TEST_HOSTS"); each_has != nullptr) {
+    const int local = std::max(1, std::atoi(each_has));
+    spread(comms, std::vector<int>(static_cast<size_t>((ranks + local - 1) / local), local), std::make_shared<Nets>(1, 3));
+  }
   on_all_ranks(ranks, [&](int rank) {
     twGroupConfig_t mine = given;
     if (each) each(rank, &mine);

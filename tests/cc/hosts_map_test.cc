@@ -1,12 +1,11 @@
-// What ranks on several hosts have beside their windows: HostsMap's sizes against sizes counted one by one, and the
-// largest group that is planned for.
+// Where ranks of several hosts stand, and what they have beside their windows: Topology and HostsMap against places that
+// are counted one by one, and the largest group that is planned for.
 #include "layout/hosts_map.h"
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <vector>
-
-#include "layout/window_map.h"
 
 namespace tw::test {
 namespace {
@@ -24,68 +23,102 @@ Shape shape_of(int32_t ranks, int32_t tokens, int32_t top_k, uint64_t dispatched
   return shape;
 }
 
-// 64 ranks on 8 hosts, 128 tokens, rows of 7168 bfloat16 both ways, top-8: at most 250 MB, and 60 by domain.
-TEST(HostsMap, FitsLargeDecodes) {
-  const std::vector<int32_t> sizes(8, 8);
-  const Shape shape = shape_of(64, 128, 8, 14336, 14336);
-  const HostsMap flat = HostsMap::make(sizes, 3, 5, false);
-  EXPECT_EQ(flat.lists, 7);
-  EXPECT_EQ(flat.list_row(shape), 14448u);
-  EXPECT_EQ(flat.inbox_bytes(shape), 7u * 128 * 14448);
-  EXPECT_EQ(flat.staging_bytes(shape), 56u * 128 * 14336);
-  EXPECT_EQ(flat.bytes(shape), 231'427'840u);
-  EXPECT_LE(flat.bytes(shape), 250'000'000u);
-
-  const HostsMap by_domain = HostsMap::make(sizes, 3, 5, true);
-  EXPECT_EQ(by_domain.bytes(shape), 51'797'760u);
-  EXPECT_LE(by_domain.bytes(shape), 60'000'000u);
-
-  // Partials for all ranks of the host fit in a bank as dispatches make it: an eighth are the host's own.
-  WindowMap window;
-  ASSERT_TRUE(WindowMap::make(shape, &window));
-  EXPECT_LE(flat.combine_bank(shape, 128), window.bank_bytes());
+Topology topology_of(const std::vector<int>& sizes) {
+  std::vector<int> names;
+  for (size_t host = 0; host < sizes.size(); ++host) names.insert(names.end(), sizes[host], static_cast<int>(host));
+  return Topology::make(names);
 }
 
-// Each remote rank has one rail peer on each host, whatever the hosts' sizes are.
-TEST(HostsMap, GivesEachRemoteRankOneRailPeer) {
-  const std::vector<int32_t> sizes = {1, 3, 2, 5};
-  for (int32_t host = 0; host < 4; ++host) {
-    int32_t remote = 0, lists = 0;
-    for (int32_t other = 0; other < 4; ++other) remote += other == host ? 0 : sizes[other];
-    for (int32_t rail = 0; rail < sizes[host]; ++rail) {
-      const HostsMap map = HostsMap::make(sizes, host, rail, false);
-      int32_t counted = 0;
-      for (int32_t other = 0; other < 4; ++other) {
-        for (int32_t peer = 0; other != host && peer < sizes[other]; ++peer) counted += peer % sizes[host] == rail;
-      }
-      EXPECT_EQ(map.lists, counted) << host << " " << rail;
-      lists += map.lists;
+HostsMap map_of(const std::vector<int>& sizes, const Shape& shape, int replicas = 1) {
+  WindowMap window;
+  EXPECT_TRUE(WindowMap::make(shape, &window));
+  return HostsMap::make(topology_of(sizes), window, replicas);
+}
+
+// 64 ranks on 8 hosts, 128 tokens, rows of 7168 bfloat16 both ways, top-8: at most 250 MB.
+TEST(HostsMap, FitsLargeDecodes) {
+  const HostsMap map = map_of(std::vector<int>(8, 8), shape_of(64, 128, 8, 14336, 14336));
+  EXPECT_EQ(map.lists, 7);
+  EXPECT_GT(map.in_bank, 0u);  // what returns lies in the window's bank
+  EXPECT_LE(map.bytes(), 250'000'000u);
+}
+
+// Each remote rank has one rail peer on each host, and a list of its own there, whatever the hosts' sizes are and
+// however their ranks are numbered.
+TEST(HostsMap, GivesEachRemoteRankOneList) {
+  const std::vector<int> names = {7, 3, 3, 5, 3, 5, 9, 9, 9, 9, 9};
+  const Topology topology = Topology::make(names);
+  EXPECT_EQ(topology.hosts(), 4);
+  int most = 0;
+  for (int host = 0; host < topology.hosts(); ++host) {
+    std::map<int, std::vector<bool>> lists;
+    for (int rank = 0; rank < topology.size(); ++rank) {
+      if (topology.host[rank] == host) continue;
+      const int peer = topology.rail_peer(rank, host);
+      EXPECT_EQ(topology.host[peer], host);
+      EXPECT_EQ(topology.rail[peer], topology.rail[rank] % static_cast<int>(topology.ranks[host].size()));
+      std::vector<bool>& taken = lists[peer];
+      const auto list = static_cast<size_t>(topology.list(rank, host));
+      if (taken.size() <= list) taken.resize(list + 1);
+      EXPECT_FALSE(taken[list]) << rank << " " << host;
+      taken[list] = true;
     }
-    EXPECT_EQ(lists, remote) << host;
+    for (const auto& [peer, taken] : lists) {
+      EXPECT_EQ(std::count(taken.begin(), taken.end(), true), static_cast<int>(taken.size())) << peer;
+      most = std::max(most, static_cast<int>(taken.size()));
+    }
+  }
+  EXPECT_EQ(topology.most_lists(), most);
+  EXPECT_EQ(topology.most_local(), 5);
+  EXPECT_EQ(topology.most_remote(), 10);
+}
+
+TEST(HostsMap, NeedsNothingOnOneHost) { EXPECT_EQ(map_of({4}, shape_of(4, 16, 2, 64, 64)).bytes(), 0u); }
+
+// No two regions share a byte, and all lie within what is allocated.
+TEST(HostsMap, RegionsDoNotOverlap) {
+  for (const std::vector<int>& sizes : {std::vector<int>{2, 2}, {1, 3, 2}, {1, 1, 1}}) {
+    int ranks = 0;
+    for (const int size : sizes) ranks += size;
+    Shape shape = shape_of(ranks, 16, 3, 72, 260);
+    shape.channels = 2;
+    const HostsMap map = map_of(sizes, shape);
+    std::map<uint64_t, uint64_t> words, lists;
+    for (int channel = 0; channel < 2; ++channel) {
+      for (int bank = 0; bank < HostsMap::kBanks; ++bank) {
+        for (int list = 0; list < map.lists; ++list) {
+          words[map.word(channel, bank, list)] = HostsMap::kWordRoom;
+          words[map.block(channel, bank, list)] = map.block_bytes();
+          lists[map.inbox_at(channel, bank, list)] = map.inbox;
+          if (map.in_bank == 0) lists[map.returns_at(channel, bank, list)] = map.returns;
+        }
+        for (int host = 0; host < map.hosts; ++host) words[map.staged_block(channel, bank, host)] = map.block_bytes();
+        for (int rank = 0; rank < ranks; ++rank) words[map.rows_word(channel, bank, rank)] = HostsMap::kWordRoom;
+        lists[map.staging_at(channel, bank)] = map.staging;
+      }
+    }
+    for (const auto& [regions, bytes] : {std::pair(words, map.words_bytes()), {lists, map.lists_bytes()}}) {
+      uint64_t end = 0;
+      for (const auto& [begin, size] : regions) {
+        EXPECT_GE(begin, end);
+        end = begin + size;
+      }
+      EXPECT_LE(end, bytes);
+    }
   }
 }
 
-// Where ranks are on one host, nothing is needed but room for no words.
-TEST(HostsMap, NeedsNothingOnOneHost) {
-  const std::vector<int32_t> one = {4};
-  const HostsMap map = HostsMap::make(one, 0, 2, false);
-  EXPECT_EQ(map.lists, 0);
-  EXPECT_EQ(map.bytes(shape_of(4, 16, 2, 64, 64)), 0u);
-}
-
-// Parts, and rows that return wider than they went, count.
+// Parts, rows per expert, and rows that return wider than they went, count.
 TEST(HostsMap, CountsWhatReturns) {
-  const std::vector<int32_t> sizes = {2, 2};
   Shape shape = shape_of(4, 16, 2, 64, 256);
-  const uint64_t row = HostsMap::make(sizes, 0, 0, false).list_row(shape);
-  EXPECT_EQ(row, 32u + 64);  // 8 + 2 * 8 + 2 * 4
-  EXPECT_EQ(HostsMap::make(sizes, 0, 0, false).staging_bytes(shape), 2u * 16 * 256);
-  EXPECT_EQ(HostsMap::make(sizes, 0, 0, true).staging_bytes(shape), 16u * 256);
-  EXPECT_EQ(HostsMap::make(sizes, 0, 0, true).inbox_bytes(shape), 16u * 256);
+  const uint64_t whole = map_of({2, 2}, shape).returns;
+  EXPECT_GE(whole, 2u * 16 * 256);
   shape.inbox_tokens = 4;
-  EXPECT_EQ(HostsMap::make(sizes, 0, 0, false).staging_bytes(shape), 2u * 4 * 256);
-  shape.combine_bytes = 16;
-  EXPECT_EQ(HostsMap::make(sizes, 0, 0, true).inbox_bytes(shape), 16u * row);
+  EXPECT_EQ(map_of({2, 2}, shape).returns, whole / 4);
+  shape.inbox_tokens = 0;
+  shape.per_expert = 1;
+  EXPECT_EQ(map_of({2, 2}, shape).returns, 2 * whole);
+  EXPECT_EQ(map_of({2, 2}, shape).in_bank, 0u);  // wider than what went: no room in a bank
 }
 
 }  // namespace

@@ -198,7 +198,7 @@ class Workshop:
         found = [*self.tree.glob("src/*/*.cc"), *self.tree.glob("src/cuda/plan/*.cc")]  # plans need no CUDA
         shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
-        shared += [Path(f"tests/cc/{name}.cc") for name in ("harness", "pretended_engine", "side")]
+        shared += [Path(f"tests/cc/{name}.cc") for name in ("harness", "hosts_world", "pretended_engine", "side")]
         binaries = [unit for unit in units if not is_python(unit)]
         sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in binaries]
         list(pool.map(lambda source: self.compile(source, self.object_of(source)), sources))

@@ -1,0 +1,27 @@
+// The hosts of a comm whose ranks are on several: which rank is on which, how those of one host hand each other memory,
+// and how an engine between hosts is made (net/engine.h). src/api/fabric.cc fills it; src/cpu/fabric_creation.cc makes a
+// group's transport of it. All ranks must have the same `of`.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "bootstrap/bootstrap.h"
+
+namespace tw {
+
+namespace net {
+class Engine;
+struct Meeting;
+}  // namespace net
+
+struct Hosts {
+  std::vector<int> of;               // [comm's ranks] the host of each, any numbers
+  std::vector<int> local;            // [comm's ranks] of those of this host: its rank in `among`
+  std::unique_ptr<Bootstrap> among;  // the ranks of this host alone; NULL: the comm's own carries descriptors
+  // Connects the ranks of a group. Collective among the meeting's members.
+  std::function<Status(const net::Meeting&, std::unique_ptr<net::Engine>*)> connect;
+};
+
+}  // namespace tw

@@ -1,0 +1,200 @@
+// Makes and grows the transport between hosts (cpu/fabric_transport.h). Ranks of a host share windows, words and lists
+// among themselves; then all ranks say whether they could, connect their engines, and show them that memory. A rank that
+// fails on its own tells the others before anybody waits in the engine's meetings.
+#include <algorithm>
+
+#include "core/backend.h"
+#include "cpu/fabric_transport.h"
+
+namespace tw::cpu {
+namespace {
+
+// Meetings, as offsets from a tag. The first are among the ranks of a host, the others of all ranks; posts have tags of
+// their own.
+enum Stage : uint64_t {
+  kWindowsStage,
+  kWordsStage,
+  kListsStage,
+  kSharedStage,
+  kEngineStage,
+  kListsWindowStage = kEngineStage + 3,
+  kWindowStage = kListsWindowStage + 3,
+  kWordsWindowStage = kWindowStage + 3,
+};
+
+constexpr char kConnecting[] = "connecting the ranks of several hosts";
+constexpr std::chrono::seconds kLastPuts{2};  // for what this rank has sent to go out, before its engine ends
+
+// The names of the hosts of a group's ranks.
+std::vector<int> names_of(const BackendInit& init) {
+  std::vector<int> names;
+  for (const int member : init.members) names.push_back(init.hosts->of[static_cast<size_t>(member)]);
+  return names;
+}
+
+// What a backend among the ranks of this host alone would be made with.
+struct Near {
+  BackendInit init;
+  std::vector<int> ranks;    // of the group
+  std::vector<int> members;  // of the bootstrap that they meet over
+
+  Near(const BackendInit& whole, const Topology& topology) : init(whole) {
+    ranks = topology.mates(whole.context->me);
+    const Hosts& hosts = *whole.hosts;
+    if (hosts.among != nullptr) init.bootstrap = hosts.among.get();
+    for (const int rank : ranks) {
+      const int member = whole.members[static_cast<size_t>(rank)];
+      members.push_back(hosts.among != nullptr ? hosts.local[static_cast<size_t>(member)] : member);
+    }
+    init.members = members;
+  }
+};
+
+}  // namespace
+
+FabricTransport::FabricTransport(const BackendInit& init, Windows windows, const Topology& topology)
+    : CpuTransport(init, std::move(windows)),
+      topology_(topology),
+      map_(init.context->map),
+      hosts_map_(HostsMap::make(topology, map_, init.context->replicas.size)),
+      tag_(init.tag),
+      replicas_(init.context->replicas.size),
+      inbound_(static_cast<size_t>(topology.size())),
+      messages_(static_cast<size_t>(topology.hosts())),
+      shipped_(static_cast<size_t>(topology.hosts())),
+      published_(static_cast<size_t>(topology.hosts())) {
+  const auto places = static_cast<size_t>(map_.shape().channels) * HostsMap::kBanks;
+  words_told_.assign(places * topology.ranks.size(), pack({init.context->first_step, Mode::kNone, 0}));
+  rows_told_.assign(places * topology.host.size(), 0);
+  const int mine = topology_.host[me_];
+  for (int rank = 0; rank < topology_.size(); ++rank) {
+    if (topology_.host[rank] != mine) inbound_[rank] = {topology_.rail_peer(rank, mine), topology_.list(rank, mine)};
+  }
+}
+
+FabricTransport::~FabricTransport() {
+  // Ranks that have come through the last step together have nothing under way. Of others, what this rank has sent
+  // shall arrive, as it would in memory that they share.
+  const TimePoint until = std::chrono::steady_clock::now() + kLastPuts;
+  const auto idle = [&](int peer) {
+    return is_near(peer) || !engine_->failure(peer).ok() || engine_->done(peer) == engine_->taken(peer) ||
+           !bootstrap_->alive(members_[peer]);
+  };
+  for (int peer = 0; engine_ != nullptr && peer < ranks(); ++peer) {
+    while (!idle(peer) && std::chrono::steady_clock::now() < until) {
+      if (!engine_->poll()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
+Status FabricTransport::make(const BackendInit& init, std::shared_ptr<FabricTransport>* made) {
+  const Topology topology = Topology::make(names_of(init));
+  const Near near(init, topology);
+  Windows mates;
+  Status ready = map_windows(near.init, &mates);
+  Windows windows;
+  windows.cores = mates.cores * topology.size() / static_cast<int>(near.ranks.size());
+  windows.by_rank.resize(static_cast<size_t>(topology.size()));
+  for (size_t i = 0; i < mates.by_rank.size(); ++i) windows.by_rank[near.ranks[i]] = mates.by_rank[i];
+  std::shared_ptr<FabricTransport> transport(new FabricTransport(init, std::move(windows), topology));
+  const HostsMap& map = transport->hosts_map_;
+  if (map.hosts > 1) {
+    const auto fill = [&](std::byte* words) {
+      for (int channel = 0; channel < map.channels; ++channel) {
+        for (int place = 0; place < HostsMap::kBanks * map.lists; ++place) {
+          const uint64_t word = map.word(channel, place / map.lists, place % map.lists);
+          *reinterpret_cast<uint64_t*>(words + word) = pack({init.context->first_step, Mode::kNone, 0});
+        }
+      }
+    };
+    if (ready.ok()) ready = transport->share(init, init.tag + kWordsStage, map.words_bytes(), fill, &transport->words_);
+    if (ready.ok()) ready = transport->share(init, init.tag + kListsStage, map.lists_bytes(), {}, &transport->lists_);
+  }
+  TW_RETURN_IF_FAILED(
+      agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
+  if (map.hosts > 1) TW_RETURN_IF_FAILED(transport->connect(init));
+  transport->asking_ =
+      std::make_unique<Asking>(init.bootstrap, std::vector<int>(init.members.begin(), init.members.end()),
+                               init.tag + kAskingPost);
+  *made = std::move(transport);
+  return {};
+}
+
+Status FabricTransport::share(const BackendInit& init, uint64_t tag, uint64_t bytes,
+                              const std::function<void(std::byte*)>& fill, Shared* shared) const {
+  const Near near(init, topology_);
+  SharedMemory memory;
+  const auto fill_in = [&](std::byte* begin) {
+    if (fill) fill(begin);
+  };
+  TW_RETURN_IF_FAILED(
+      share_memory(*near.init.bootstrap, near.members, tag, init.deadline, bytes, false, fill_in, "", &memory));
+  shared->of.resize(static_cast<size_t>(topology_.size()));
+  for (size_t i = 0; i < memory.by_rank.size(); ++i) shared->of[near.ranks[i]] = memory.by_rank[i];
+  return {};
+}
+
+Status FabricTransport::connect(const BackendInit& init) {
+  const auto meeting = [&](uint64_t stage) {
+    return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
+  };
+  TW_RETURN_IF_FAILED(init.hosts->connect(meeting(kEngineStage), &engine_));
+  TW_RETURN_IF_FAILED(
+      engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(), &lists_.number));
+  int number = -1;
+  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kWindowStage), windows_[me_]->data(), map_.bytes(), &number));
+  pieces_.push_back({0, map_.bytes(), number});
+  return engine_->add_window(meeting(kWordsWindowStage), words_.of[me_]->data(), hosts_map_.words_bytes(),
+                             &words_.number);
+}
+
+Status FabricTransport::check_placed(const BackendInit& init) const {
+  if (engine_ == nullptr) return {};
+  const HostsMap needed = HostsMap::make(topology_, init.context->map, init.context->replicas.size);
+  if (hosts_map_.holds(needed, init.context->map)) return {};
+  return fail(twOutOfMemory,
+              "{} is a group whose messages between hosts have {} for each host, and this one's need {}; make it with "
+              "as many tokens and as large rows",
+              Argument("config.arena"), bytes_text(hosts_map_.message()), bytes_text(needed.message()));
+}
+
+Status FabricTransport::prepare_growth(const BackendInit& init, const WindowMap& grown) {
+  next_map_ = grown;
+  next_hosts_map_ = HostsMap::make(topology_, grown, replicas_);
+  const Near near(init, topology_);
+  std::vector<std::shared_ptr<Mapping>> mates;
+  for (const int rank : near.ranks) mates.push_back(windows_[rank]);
+  Status ready = grow_memory(*near.init.bootstrap, near.members, init.tag + kWindowsStage, init.deadline,
+                             grown.channels(), grown.channels_bytes(), mates);
+  if (engine_ == nullptr) return ready;
+  if (ready.ok()) ready = share(init, init.tag + kListsStage, next_hosts_map_.lists_bytes(), {}, &next_lists_);
+  TW_RETURN_IF_FAILED(
+      agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
+  const auto meeting = [&](uint64_t stage) {
+    return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
+  };
+  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), next_lists_.of[me_]->data(),
+                                          next_hosts_map_.lists_bytes(), &next_lists_.number));
+  int number = -1;
+  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kWindowStage), windows_[me_]->data() + grown.channels(),
+                                          grown.channels_bytes(), &number));
+  pieces_.insert(pieces_.begin(), {grown.channels(), grown.channels_bytes(), number});
+  return {};
+}
+
+void FabricTransport::end_growth(bool grown) {
+  if (engine_ == nullptr) {
+    if (grown) map_ = next_map_;
+    return;
+  }
+  // The engine knows this memory until it ends.
+  former_.push_back(grown ? std::move(lists_) : std::move(next_lists_));
+  if (grown) {
+    map_ = next_map_;
+    hosts_map_ = next_hosts_map_;
+    lists_ = std::move(next_lists_);
+  }
+  next_lists_ = {};
+}
+
+}  // namespace tw::cpu
