@@ -2,7 +2,7 @@
 #ifndef TOKENWAY_COMM_H_
 #define TOKENWAY_COMM_H_
 
-// What twCommCreateShm, twCommCreateCuda and twCommCreateLocal take. NULL stands for the defaults.
+// What twCommCreateShm, twCommCreateFabric, twCommCreateCuda and twCommCreateLocal take. NULL stands for the defaults.
 typedef struct {
   size_t size;
   int32_t timeout_ms;   // how long to wait for the other ranks to arrive; 0: the default (TOKENWAY_TIMEOUT_MS, 100 s)
@@ -11,12 +11,16 @@ typedef struct {
                         // prefix of socket files instead (for ranks in containers with separate network namespaces)
   int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
   const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
-  // For twCommCreateCuda and Shm, instead of an address: gathers `bytes` bytes of every rank, in rank order, into
+  // For twCommCreateFabric, and for twCommCreateCuda and Shm instead of an address: gathers `bytes` bytes of every rank, in rank order, into
   // `all`. Returns 0 on success. It is called a few times during creation and never after, equally often on all ranks.
   int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
   void* allgather_context;
+  int32_t ranks_per_host;  // twCommCreateFabric: each host's ranks count as several hosts of so many, in the order of
+                           // ranks, the last perhaps smaller (for trials on one host); 0: as they are
+  const char* provider;    // twCommCreateFabric: libfabric's, between hosts: "tcp", "verbs" or "efa" (or, for trials on
+                           // one host, "shm"); NULL: "tcp". The same on all ranks, as the field before
 } twCommConfig_t;
-#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL}
+#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL, 0, NULL}
 
 // Connects `nranks` processes of one host on the CPU; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS.
 // Collective. Windows are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users
@@ -29,6 +33,17 @@ typedef struct {
 // come later a thread stays behind, which keeps the address in use until the timeout would have passed, all have heard,
 // or this process tries again.
 TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
+
+// Connects `nranks` processes on the CPU, on any hosts. Collective. Ranks of one host (of one boot and one network
+// namespace) exchange through memory that they share, as those of twCommCreateShm do; to ranks of other hosts rows go
+// by libfabric, once for each host however many of its ranks want them (docs/HOSTS.md). Groups are called as those of
+// twCommCreateShm and give the same bits. config.allgather is needed; each rank connects to all others, over TCP for
+// what is told beside rows, at ports that the system chooses, and by libfabric. Nothing on them is encrypted.
+//
+// Errors: as twCommCreateShm; twUnsupported, on all ranks alike, where a rank has no libfabric, or not that provider, or
+// does not reach another rank by it, with the rank and the reason; twConfigMismatch where ranks_per_host or provider
+// differ. "verbs" and "efa" have not been tried.
+TW_API twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes, each with a CUDA device of its own; all pairs of devices must reach each other's memory
 // (NVLink, or PCIe peer access). Collective. Windows are CUDA virtual memory, exported as fabric handles where the

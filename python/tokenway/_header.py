@@ -75,6 +75,8 @@ class CommConfig(Struct):
         ("devices", c_void_p),
         ("allgather", c_void_p),
         ("allgather_context", c_void_p),
+        ("ranks_per_host", c_int32),
+        ("provider", c_char_p),
     ]
 
     def __init__(self) -> None:
@@ -387,6 +389,7 @@ FUNCTIONS = {
     "twSetInterrupt": (c_int, [c_void_p, c_void_p, c_int64]),
     "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),
     "twCommCreateShm": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
+    "twCommCreateFabric": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateCuda": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateLocal": (c_int, [POINTER(c_void_p), c_int32, POINTER(CommConfig)]),
     "twCommCreatePortable": (c_int, [POINTER(c_void_p), c_int32, c_int32, c_void_p]),

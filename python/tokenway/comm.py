@@ -38,13 +38,13 @@ HANDLES = {
 class Comm(_native.Shared):
     """One rank's part in a set of ranks on which groups are created.
 
-    Use `connect()`, `Comm.shm(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to make one. Closing
-    frees it; groups must be closed before. `backend` is "shm", "nvlink" or "torch", `why` says why that one was taken;
-    from the first group on CUDA devices on it also tells of links to devices that this process does not see, of
+    Use `connect()`, `Comm.shm(...)`, `Comm.fabric(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to
+    make one. Closing frees it; groups must be closed before. `backend` is "shm", "fabric", "nvlink" or "torch", `why`
+    says why that one was taken; from the first group on CUDA devices on it also tells of links to devices that this process does not see, of
     devices that NVLink does not join, and of fabric handles, where devices know them.
     """
 
-    def __init__(self, pointer: int, carrier: Any = None):
+    def __init__(self, pointer: int, carrier: Any = None, backend: str | None = None):
         self._pointer: int | None = pointer
         self.carrier = carrier  # of a portable comm: the C library calls it
         rank, nranks = c_int32(), c_int32()
@@ -54,7 +54,7 @@ class Comm(_native.Shared):
         device = c_int32()
         _native.check(_native.lib.twCommDevice(pointer, byref(device)))
         self._device = device.value
-        self.backend = "torch" if carrier is not None else "shm" if self._device < 0 else "nvlink"
+        self.backend = backend or ("torch" if carrier is not None else "shm" if self._device < 0 else "nvlink")
         self.why = "it was asked for"
 
     def note(self, info: _header.GroupInfo) -> None:
@@ -73,10 +73,39 @@ class Comm(_native.Shared):
         for socket files if it begins with "/". timeout: seconds to wait for the others (default 100).
         """
         config = _config(timeout)
-        config.address = _address(address)
+        config.address = _text("address", address)
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateShm(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
+
+    @classmethod
+    def fabric(
+        cls,
+        rank: int,
+        nranks: int,
+        allgather: Callable[[bytes], list[bytes]],
+        *,
+        ranks_per_host: int | None = None,
+        provider: str = "tcp",
+        timeout: float | None = None,
+    ) -> Comm:
+        """Connects processes on any hosts, on the CPU. Collective.
+
+        `connect(backend="fabric")` is the everyday form. Ranks of one host share memory; to others rows go by
+        libfabric, once for each host. allgather(mine): the bytes that every rank gives, a list in rank order; nothing
+        but itself bounds how long it waits. ranks_per_host: a host's ranks count as several hosts of so many each (for
+        trials on one host); None: as they are. provider: libfabric's, "tcp", "verbs" or "efa" (the last two have not been
+        tried), or "shm" on one host. Both are the same on all ranks. timeout: seconds to wait for the others (default
+        100). Raises Unsupported where libfabric or the provider is not here, or a rank is not reached by it.
+        """
+        config = _config(timeout)
+        function = portable.c_allgather(allgather, rank, nranks)
+        config.allgather = ctypes.cast(function, c_void_p)
+        config.ranks_per_host = 0 if ranks_per_host is None else _native.fit("ranks_per_host", ranks_per_host)
+        config.provider = _text("provider", provider)
+        pointer = c_void_p()
+        _native.check(_native.lib.twCommCreateFabric(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
+        return cls(pointer.value or 0, backend="fabric")
 
     @classmethod
     def cuda(
@@ -106,7 +135,7 @@ class Comm(_native.Shared):
             function = portable.c_allgather(allgather, rank, nranks)
             config.allgather = ctypes.cast(function, c_void_p)
         else:
-            config.address = _address(address)
+            config.address = _text("address", address)
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
@@ -177,16 +206,16 @@ class Comm(_native.Shared):
         return f"Comm(rank={self.rank}, nranks={self.nranks}{where}, backend={self.backend!r})"
 
 
-def _address(address: Any) -> bytes:
+def _text(name: str, given: Any) -> bytes:
     """As the C library takes it: it would not see what comes after a NUL."""
-    if not isinstance(address, str):
-        raise InvalidArgument.of("address", f"is {address!r}; it must be a string")
-    if "\0" in address:
-        raise InvalidArgument.of("address", f"is {address!r}; it must not hold a NUL")
+    if not isinstance(given, str):
+        raise InvalidArgument.of(name, f"is {given!r}; it must be a string")
+    if "\0" in given:
+        raise InvalidArgument.of(name, f"is {given!r}; it must not hold a NUL")
     try:
-        return address.encode()
+        return given.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument.of("address", f"is {address!r}; it must not hold a surrogate") from None
+        raise InvalidArgument.of(name, f"is {given!r}; it must not hold a surrogate") from None
 
 
 def _config(timeout: float | None) -> _header.CommConfig:
@@ -227,7 +256,7 @@ def local_comms(nranks: int, devices: Sequence[Any] | None = None, timeout: floa
     return [Comm(pointer) for pointer in pointers if pointer is not None]
 
 
-BACKENDS = ("auto", "shm", "nvlink", "torch")
+BACKENDS = ("auto", "shm", "fabric", "nvlink", "torch")
 
 
 def connect(
@@ -243,6 +272,8 @@ def connect(
     backend: str = "auto",
     strategy: str | None = None,
     capacity: str | int | None = None,
+    ranks_per_host: int | None = None,
+    provider: str | None = None,
 ) -> Comm:
     """Connects this process with its peers, however it was started. Collective.
 
@@ -266,11 +297,14 @@ def connect(
     stream of its device, which PyTorch must see; no other thread may use the communicator meanwhile, and nothing bounds
     how long NCCL waits.
 
-    backend: "shm" (ranks of one host, on the CPU), "nvlink" (on CUDA devices, of one host or of one NVLink domain),
-    "torch" (ranks anywhere, over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA devices
-    over NCCL) or "auto": of the first two the one of `device` where all ranks are on one host, or NVLink joins their
-    hosts, else "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log "tokenway" does.
+    backend: "shm" (ranks of one host, on the CPU), "fabric" (ranks of any hosts, on the CPU, over libfabric), "nvlink"
+    (on CUDA devices, of one host or of one NVLink domain), "torch" (ranks anywhere, over torch.distributed, which must
+    be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto". That is "shm" or "nvlink" where all
+    ranks are on one host, "nvlink" too where NVLink joins their hosts; else on the CPU "fabric" where libfabric joins
+    them, and "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log "tokenway" does.
     docs/BACKENDS.md is the guide.
+
+    Of "fabric" alone, equal on all ranks: ranks_per_host and provider, as in `Comm.fabric`.
 
     Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
     belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
@@ -280,17 +314,18 @@ def connect(
     allows: "fixed".
     """
     distributed = sys.modules.get("torch.distributed")
-    wish = _Wish(device, backend, strategy, capacity, timeout)
+    fabric = {"ranks_per_host": ranks_per_host, "provider": provider}
+    wish = _Wish(device, backend, {"strategy": strategy, "capacity": capacity}, fabric, timeout)
     given = process_group, rank, nranks, store, allgather, nccl_comm
     if any(x is not None for x in given) or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
     ):
         return _noted(_connect_party(party_of(*given), wish))
     wish.check()
-    if backend == "torch":
+    if backend in ("torch", "fabric"):
         raise InvalidUsage(
-            "backend is 'torch', and torch.distributed is not initialised: call torch.distributed.init_process_group "
-            "first, or give a process_group, a store or an allgather"
+            f"backend is {backend!r}, and torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group first, or give a process_group, a store or an allgather"
         )
     elif RANK in os.environ:
         rank, nranks = _from_environment(RANK, NRANKS)
@@ -312,20 +347,21 @@ class _Wish:
     """What `connect` was asked for."""
 
     def __init__(
-        self, device: Any, backend: str, strategy: str | None, capacity: str | int | None, timeout: float | None
+        self, device: Any, backend: str, portable: dict[str, Any], fabric: dict[str, Any], timeout: float | None
     ):
         self._given = None if str(device) == "cpu" else device
         self.backend = backend
         self.one_host = "CPU" if self._given is None else "NVLink"  # the backend between ranks of one host
         self.timeout = timeout
-        self.portable = {name: x for name, x in (("strategy", strategy), ("capacity", capacity)) if x is not None}
+        self.portable = {name: x for name, x in portable.items() if x is not None}
+        self.fabric = {name: x for name, x in fabric.items() if x is not None}
 
     def check(self) -> None:
         """Raises for what cannot be, once those who wait for this rank can be told."""
         backend = self.backend
         if backend not in BACKENDS:
             raise InvalidArgument.of("backend", f"is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
-        on = {"shm": self._given is None, "nvlink": self._given is not None}
+        on = {"shm": self._given is None, "fabric": self._given is None, "nvlink": self._given is not None}
         if not on.get(backend, True):
             where = "the CPU" if self._given is None else f"device {self._given!r}"
             raise Unsupported(f"backend {backend!r} is not for {where}")
@@ -333,7 +369,9 @@ class _Wish:
             portable.strategy_code(self.portable["strategy"])
         if "capacity" in self.portable:
             portable.inline_bytes(self.portable["capacity"])
-        if self.portable and backend in ("shm", "nvlink"):
+        if self.fabric and backend != "fabric":
+            raise InvalidArgument(f"{' and '.join(self.fabric)} is given, which is for backend 'fabric' alone")
+        if self.portable and backend in ("shm", "fabric", "nvlink"):
             raise InvalidArgument(
                 f"{' and '.join(self.portable)} is given, and backend {backend!r} has no choice: its ranks write where "
                 "rows are wanted, and never more of them than that"
@@ -407,25 +445,43 @@ def usual_timeout() -> float:
     return next(int(value) for name, value, _ in _native.environment() if name == "TOKENWAY_TIMEOUT_MS") / 1000
 
 
-def _over_nvlink(party: Party, wish: _Wish, index: int, limit: float, allgather: Any) -> tuple[Comm | None, str]:
-    """The comm of ranks on several hosts that NVLink joins, or None and why it does not. Ranks tell each other how it
-    went, so that all fall back or none does: one whose device cannot be used fails otherwise than its peers, whom it
+def _tried(party: Party, wish: _Wish, backend: str, limit: float, connect: Any) -> tuple[Comm | None, str]:
+    """The comm that `connect` makes of ranks on several hosts, or None and why there is none. Ranks tell each other how
+    it went, so that all fall back or none does: one that cannot do it fails otherwise than its peers, whom it
     refuses."""
     comm, error = None, None
     try:
-        comm = Comm.cuda(party.rank, party.nranks, device=index, timeout=wish.timeout, allgather=allgather)
+        comm = connect()
     except Exception as caught:
         error = caught
     told = error and str(error), isinstance(error, Unsupported)
-    all_ranks = party.gather("nvlink", told, limit)
+    all_ranks = party.gather(backend, told, limit)
     if all(text is None for text, _ in all_ranks):
         return comm, ""
     if comm is not None:
         comm.close()
     first = next((text for text, unsupported in all_ranks if unsupported), None)
-    if first is None or wish.backend == "nvlink":
+    if first is None or wish.backend == backend:
         raise error or PeerRefused(next(f"rank {r}: {t}" for r, (t, _) in enumerate(all_ranks) if t is not None))
     return None, first
+
+
+def _joined(party: Party, wish: _Wish, index: int | None, limit: float, allgather: Any) -> tuple[Comm | None, str]:
+    """The comm of ranks on several hosts that something joins, and what; or None and why nothing does."""
+    place = party.rank, party.nranks
+    if index is not None:
+        comm, because = _tried(
+            party,
+            wish,
+            "nvlink",
+            limit,
+            lambda: Comm.cuda(*place, device=index, timeout=wish.timeout, allgather=allgather),
+        )
+        return comm, "NVLink joins them" if comm is not None else f"not over NVLink: {because}"
+    comm, because = _tried(
+        party, wish, "fabric", limit, lambda: Comm.fabric(*place, allgather, timeout=wish.timeout, **wish.fabric)
+    )
+    return comm, "libfabric joins them" if comm is not None else f"not over libfabric: {because}"
 
 
 def _connect_party(party: Party, wish: _Wish) -> Comm:
@@ -459,16 +515,16 @@ def _connect_party(party: Party, wish: _Wish) -> Comm:
         where = f"rank 0 and rank {apart} run on {all_ranks[0][0]} in different network namespaces"
     else:
         where = f"rank 0 runs on {all_ranks[0][0]}, rank {apart} on {all_ranks[apart][0]}"
-    if apart is None and wish.backend != "torch":
+    if apart is None and wish.backend not in ("torch", "fabric"):
         return wish.comm(rank, nranks, all_ranks[0][2], where)
-    if index is not None and wish.backend != "torch":
-        comm, apart_because = _over_nvlink(party, wish, index, limit, allgather)
-        if comm is not None:
-            comm.why = f"{where}, and NVLink joins them" if wish.backend == "auto" else comm.why
-            return comm
-        where = f"{where}; not over NVLink: {apart_because}"
     if wish.backend == "shm":
         raise Unsupported(f"{where}: the CPU backend connects ranks of one host only")
+    if wish.backend != "torch" and not wish.portable:
+        comm, because = _joined(party, wish, index, limit, allgather)
+        if comm is not None:
+            comm.why = f"{where}, and {because}" if wish.backend == "auto" else comm.why
+            return comm
+        where = f"{where}; {because}"
     options = {"process_group": party.process_group, "timeout": wish.timeout, **wish.portable}
     comm = Comm.portable(rank, nranks, allgather, device=index, **options)
     if wish.backend == "auto":

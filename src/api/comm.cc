@@ -5,11 +5,48 @@
 #include <cstdlib>
 
 #include "api/check.h"
+#include "api/comms.h"
 #include "api/enter.h"
 #include "api/hosts.h"
 #include "api/registry.h"
 #include "bootstrap/bootstrap.h"
 #include "net/libfabric.h"
+
+namespace tw::api {
+
+TimePoint after(int32_t milliseconds) {
+  return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+}
+
+Status settle_timeout(int32_t* timeout_ms, Environment* environment) {
+  TW_RETURN_IF_FAILED(read_environment(environment));
+  TW_RETURN_IF_FAILED(check_range("config.timeout_ms", *timeout_ms, 0, INT32_MAX));
+  if (*timeout_ms == 0) *timeout_ms = environment->timeout_ms;
+  return {};
+}
+
+Status read_comm_config(const twCommConfig_t* given, Environment* environment, twCommConfig_t* config) {
+  twCommConfig_t known = TW_COMM_CONFIG_INIT;
+  if (given != nullptr) TW_RETURN_IF_FAILED(read_struct("config", given, &known));
+  *config = known;
+  return settle_timeout(&config->timeout_ms, environment);
+}
+
+Status check_rank(int32_t rank, int32_t nranks) {
+  TW_RETURN_IF_FAILED(check_ranks(nranks));
+  return check_range("rank", rank, 0, nranks - 1);
+}
+
+twComm* make_comm(std::unique_ptr<Bootstrap> bootstrap, const Environment& environment, int32_t timeout_ms) {
+  auto comm = std::make_unique<twComm>();
+  comm->bootstrap = std::move(bootstrap);
+  comm->environment = environment;
+  comm->timeout_ms = timeout_ms;
+  comms.add(comm.get());
+  return comm.release();
+}
+
+}  // namespace tw::api
 
 namespace {
 
@@ -17,33 +54,14 @@ using tw::Argument;
 using tw::fail;
 using tw::Status;
 using tw::Value;
+using tw::api::after;
+using tw::api::check_rank;
 using tw::api::comms;
 using tw::api::enter;
+using tw::api::make_comm;
+using tw::api::read_comm_config;
+using tw::api::settle_timeout;
 using tw::api::visit;
-
-tw::TimePoint after(int32_t milliseconds) {
-  return std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
-}
-
-// Reads what all comms read beside their config: the environment, and how long to wait where the config does not say.
-Status settle_timeout(int32_t* timeout_ms, tw::Environment* environment) {
-  TW_RETURN_IF_FAILED(tw::read_environment(environment));
-  TW_RETURN_IF_FAILED(tw::check_range("config.timeout_ms", *timeout_ms, 0, INT32_MAX));
-  if (*timeout_ms == 0) *timeout_ms = environment->timeout_ms;
-  return {};
-}
-
-Status read_comm_config(const twCommConfig_t* given, tw::Environment* environment, twCommConfig_t* config) {
-  twCommConfig_t known = TW_COMM_CONFIG_INIT;
-  if (given != nullptr) TW_RETURN_IF_FAILED(tw::api::read_struct("config", given, &known));
-  *config = known;
-  return settle_timeout(&config->timeout_ms, environment);
-}
-
-Status check_rank(int32_t rank, int32_t nranks) {
-  TW_RETURN_IF_FAILED(tw::api::check_ranks(nranks));
-  return tw::check_range("rank", rank, 0, nranks - 1);
-}
 
 // Connects ranks that are processes. `device`: of this rank, -1: it is on the CPU. `ready`: whether the device can be
 // used; who waits in the caller's allgather is told if not.
@@ -66,15 +84,6 @@ Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, int d
                 Argument("config.address"), Argument("config.allgather"));
   }
   return tw::connect_mesh(rank, nranks, config.address, deadline, mesh);
-}
-
-twComm* make_comm(std::unique_ptr<tw::Bootstrap> bootstrap, const tw::Environment& environment, int32_t timeout_ms) {
-  auto comm = std::make_unique<twComm>();
-  comm->bootstrap = std::move(bootstrap);
-  comm->environment = environment;
-  comm->timeout_ms = timeout_ms;
-  comms.add(comm.get());
-  return comm.release();
 }
 
 Status find_device([[maybe_unused]] const Argument& name, [[maybe_unused]] int* device) {

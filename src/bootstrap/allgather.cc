@@ -56,8 +56,11 @@ Status gather_bytes(int rank, const std::function<int(const void*, void*, size_t
               rank);
 }
 
-Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                        const Status& ready, std::string* address, Sentence* apart) {
+namespace {
+
+// Gathers the cards of all ranks; fails if one of them has trouble. `ready`: this rank's.
+Status gather_cards(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                    const Status& ready, std::vector<Card>* all) {
   Card mine;
   raise_descriptor_limit();
   Status named = name_boot(size, mine.host);
@@ -66,16 +69,34 @@ Status agree_on_address(int rank, int size, const std::function<int(const void*,
   std::snprintf(mine.trouble, sizeof mine.trouble, "%s", named.text().c_str());
   std::random_device random;
   std::snprintf(mine.address, sizeof mine.address, "%08x%08x%08x%08x", random(), random(), random(), random());
-  std::vector<Card> all(size);
-  TW_RETURN_IF_FAILED(gather_bytes(rank, allgather, &mine, all.data(), sizeof mine));
+  all->resize(static_cast<size_t>(size));
+  TW_RETURN_IF_FAILED(gather_bytes(rank, allgather, &mine, all->data(), sizeof mine));
   TW_RETURN_IF_FAILED(std::move(named));
   for (int other = 0; other < size; ++other) {
-    if (all[other].trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, all[other].trouble);
+    const Card& card = (*all)[static_cast<size_t>(other)];
+    if (card.trouble[0] != 0) return fail(twPeerRefused, "rank {}: {}", other, card.trouble);
   }
+  return {};
+}
+
+bool same_host(const Card& a, const Card& b) {
+  return std::memcmp(a.host, b.host, sizeof a.host) == 0 && std::memcmp(a.network, b.network, sizeof a.network) == 0;
+}
+
+std::string address_of(const Card& card) {
+  return {card.address, ::strnlen(card.address, sizeof card.address)};
+}
+
+}  // namespace
+
+Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                        const Status& ready, std::string* address, Sentence* apart) {
+  std::vector<Card> all;
+  TW_RETURN_IF_FAILED(gather_cards(rank, size, allgather, ready, &all));
   // Compared with rank 0's, so that all ranks tell of the same two.
   for (int other = 1; other < size; ++other) {
-    const bool host = std::memcmp(all[other].host, all[0].host, sizeof mine.host) == 0;
-    if (host && std::memcmp(all[other].network, all[0].network, sizeof mine.network) == 0) continue;
+    if (same_host(all[other], all[0])) continue;
+    const bool host = std::memcmp(all[other].host, all[0].host, sizeof all[0].host) == 0;
     const Sentence where = host ? compose("rank 0 and rank {} run in different network namespaces of a host", other)
                                 : compose("rank 0 and rank {} run on different hosts", other);
     if (apart == nullptr) return fail(twUnsupported, "{}; ranks of a comm must share one", where);
@@ -83,7 +104,31 @@ Status agree_on_address(int rank, int size, const std::function<int(const void*,
     address->clear();
     return {};
   }
-  address->assign(all[0].address, ::strnlen(all[0].address, sizeof mine.address));
+  *address = address_of(all[0]);
+  return {};
+}
+
+Status agree_on_hosts(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                      int ranks_per_host, std::vector<int>* of, std::string* address) {
+  std::vector<Card> all;
+  TW_RETURN_IF_FAILED(gather_cards(rank, size, allgather, {}, &all));
+  std::vector<int> first;  // the first rank of each host
+  of->assign(static_cast<size_t>(size), 0);
+  for (int other = 0; other < size; ++other) {
+    int before = 0;  // ranks on the same machine
+    int host = -1;   // that have made a host which is not full
+    for (int earlier = 0; earlier < other; ++earlier) {
+      if (!same_host(all[earlier], all[other])) continue;
+      ++before;
+      host = (*of)[earlier];
+    }
+    if (host < 0 || (ranks_per_host > 0 && before % ranks_per_host == 0)) {
+      host = static_cast<int>(first.size());
+      first.push_back(other);
+    }
+    (*of)[other] = host;
+  }
+  *address = address_of(all[static_cast<size_t>(first[static_cast<size_t>((*of)[rank])])]);
   return {};
 }
 
