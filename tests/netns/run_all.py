@@ -4,8 +4,10 @@ own. The backends for several hosts, whose links are cut, and whose ranks die; e
 joins.
 
     make test-netns ARGS="-k cut -x"
+    python tests/netns/run_all.py --quick                # within two minutes: of everything on `fabric` a part
     python tests/netns/run_all.py --hosts -k auto        # the hosts of emulated GPUs alone
     python tests/netns/run_all.py --faults -k stopped    # the tests of this folder alone
+    python tests/netns/run_all.py --between              # the tests of behaviour alone, on two hosts of two ranks
     python tests/netns/run_all.py --soak --rounds 10000 --kills 50 --stops 20    # soak.py between two hosts of two
 
 Needs root, or user namespaces that this user may make; where there are neither, says so and ends without a failure
@@ -31,18 +33,15 @@ from world import places  # noqa: E402
 from tokenway.bench import namespaces  # noqa: E402
 from tokenway.bench.namespaces import Network  # noqa: E402
 
-SUITE = (
-    "test_exchange",
-    "test_rounds",
-    "test_errors",
-    "test_survival",
-    "test_throughput",
-    "test_leases",
-    "test_properties",
-    "test_balancer",
+SUITE = ("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer")
+# Between hosts of several ranks, over `fabric`.
+BETWEEN_SUITE = (
+    *("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer", "collectives"),
+    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias", "moved_ranks"),
 )
-HOSTS_SUITE = ("test_exchange", "test_survival")  # between the hosts, what is neither long nor heavy
-BACKEND = "torch"  # of what runs between hosts of several ranks
+QUICK_SUITE = ("exchange", "survival")
+QUICK = ("-m", "not long and not heavy and not slow")
+HOSTS_SUITE = ("exchange", "survival")  # between the hosts, what is neither long nor heavy
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 NOTHING = 5  # pytest's, where -k leaves none
 
@@ -61,12 +60,23 @@ def main(arguments: list[str]) -> int:
         Network((1,)).close()
     except (OSError, subprocess.CalledProcessError) as error:
         return skip(f"a host cannot be had: {error}")
-    parts = {"--faults": run_faults, "--hosts": run_hosts, "--soak": run_soak}
+    parts = {"--faults": run_faults, "--between": run_between, "--hosts": run_hosts, "--soak": run_soak}
+    parts["--quick"] = run_quick
     for flag, part in parts.items():
         if flag in arguments:
             return part([argument for argument in arguments if argument != flag])
-    codes = [part(arguments) for part in (run_faults, run_apart, run_hosts)]
+    codes = [part(arguments) for part in (run_faults, run_between, run_apart, run_hosts)]
+    return worst(codes)
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of several runs."""
     return max((code for code in codes if code != NOTHING), default=NOTHING)
+
+
+def run_quick(arguments: Sequence[str]) -> int:
+    """A part of the tests of this folder, and of those of behaviour, on `fabric`."""
+    return worst([run_faults([*QUICK, *arguments]), run_between([*QUICK, *arguments], QUICK_SUITE)])
 
 
 def environment(network: Network) -> dict[str, str]:
@@ -80,9 +90,18 @@ def run_faults(arguments: Sequence[str]) -> int:
     return subprocess.call([*PYTEST, *files, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+def run_between(arguments: Sequence[str], names: Sequence[str] = BETWEEN_SUITE) -> int:
+    """The tests of behaviour over `fabric`, on two hosts of two ranks; ranks beyond four are on both by turns."""
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in names]
+    # Threads are all on one host, and no host sees the process of another, nor a child that it has forked.
+    chosen = ["--backend", "fabric", *arguments, "-k", keyword(arguments, "forked_child")]
+    with Network((2, 2)) as network:
+        return subprocess.call([*PYTEST, *suite, *chosen], env=environment(network))
+
+
 def run_apart(arguments: Sequence[str]) -> int:
     """The tests of behaviour over the portable backend, odd ranks on another host than even ones."""
-    suite = [str(HERE.parent / "py" / f"{name}.py") for name in SUITE]
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in SUITE]
     # Threads are all in one namespace; the run without namespaces has them.
     chosen = ["--backend", "torch", *arguments, "-k", keyword(arguments)]
     with Network((1, 1), whole=False) as network:  # a forked child's end is seen where the kernel is the same
@@ -100,7 +119,7 @@ def run_hosts(arguments: Sequence[str]) -> int:
         "PYTHONPATH": str(emulator.ROOT / "python"),
         "TOKENWAY_LIBRARY": str(emulator.BUILD / "emulator" / "libtokenway.so"),
     }
-    suite = [str(HERE.parent / "py" / f"{name}.py") for name in HOSTS_SUITE]
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in HOSTS_SUITE]
     chosen = ["--backend", "emulated-hosts", "--capture=sys", "-m", "not long and not heavy"]
     # A child that a killed rank has forked keeps its connections open, and no other host sees its process.
     chosen += ["-k", keyword(arguments, "forked_child")]
@@ -108,14 +127,14 @@ def run_hosts(arguments: Sequence[str]) -> int:
         variables = {"EXAMPLES": "6"} | environment(network) | library
         own = subprocess.call([*PYTEST, str(HERE / "test_hosts.py"), *arguments], env=variables)
         rest = subprocess.call([*PYTEST, *suite, *arguments, *chosen], env=variables)
-    return max((code for code in (own, rest) if code != NOTHING), default=NOTHING)
+    return worst([own, rest])
 
 
 def run_soak(arguments: Sequence[str]) -> int:
     """Random rounds, deaths and stops on two hosts of two ranks, over a wire that delays, reorders and loses."""
     if reason := wired.missing():
         return skip(reason)
-    soak = [sys.executable, str(HERE.parent / "py" / "soak.py"), "--backend", BACKEND, "--ranks", "3", "4", "--busy"]
+    soak = [sys.executable, str(HERE.parent / "py" / "soak.py"), "--backend", "fabric", "--ranks", "3", "4", "--busy"]
     with wired.Wired((2, 2), BAD) as network:
         return subprocess.call([*soak, *arguments], env=environment(network))
 

@@ -15,7 +15,8 @@ from harness import AT_ONCE, PATIENT, Env, caught
 from wire import BAD
 from world import World
 
-BACKENDS = ("torch",)
+BACKENDS = ("fabric", pytest.param("torch", marks=pytest.mark.long))
+LONG = pytest.mark.long  # left out of run_all.py --quick
 PAIR, UNLIKE, THREE = (2, 2), (1, 2, 3), (2, 2, 2)
 TIMEOUT = 4.0  # seconds after which a rank that says nothing is given up
 SEED = 11
@@ -56,12 +57,13 @@ def go_on(world: World, survivors: list[int]) -> None:
 # ---- deaths ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [PAIR, UNLIKE])
-@pytest.mark.parametrize("victim", [0, -1])
+@pytest.mark.parametrize(
+    ("sizes", "victim"),
+    [(PAIR, 3), pytest.param(PAIR, 0, marks=LONG), pytest.param(UNLIKE, 0, marks=LONG), (UNLIKE, 4)],
+)
 def test_a_killed_rank(world, backend, sizes, victim) -> None:
     made = world(sizes, backend)
     busy(made, PATIENT)
-    victim %= made.nranks
     others = [rank for rank in made.everyone if rank != victim]
     struck = time.monotonic()
     made.strike(signal.SIGKILL, [victim])
@@ -70,7 +72,9 @@ def test_a_killed_rank(world, backend, sizes, victim) -> None:
     go_on(made, others)
 
 
-@pytest.mark.parametrize(("sizes", "dead"), [(PAIR, 1), (PAIR, 0), (UNLIKE, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "dead"), [pytest.param(PAIR, 1, marks=LONG), (PAIR, 0), pytest.param(UNLIKE, 2, marks=LONG)]
+)
 def test_a_killed_host(world, backend, sizes, dead) -> None:
     """All its processes end, and its kernel says so."""
     made = world(sizes, backend)
@@ -84,7 +88,7 @@ def test_a_killed_host(world, backend, sizes, dead) -> None:
     go_on(made, others)
 
 
-@pytest.mark.parametrize(("sizes", "dead"), [(PAIR, 1), (UNLIKE, 1)])
+@pytest.mark.parametrize(("sizes", "dead"), [(PAIR, 1), pytest.param(UNLIKE, 1, marks=LONG)])
 def test_a_host_without_power(world, backend, sizes, dead) -> None:
     """Nobody says anything: its ranks are late, and given up."""
     made = world(sizes, backend, env={"TOKENWAY_SHRINK_MS": "3000"})
@@ -102,8 +106,10 @@ def test_a_host_without_power(world, backend, sizes, dead) -> None:
 # ---- ranks that do not answer --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=LONG)])
 def test_a_stopped_rank(world, backend, victim) -> None:
+    if backend == "torch":
+        pytest.skip("ranks that wait for a stopped one may be named there: docs/PROTOCOL.md, errors")
     made = world(PAIR, backend)
     busy(made, TIMEOUT)
     others = [rank for rank in made.everyone if rank != victim]
@@ -147,6 +153,7 @@ def test_a_cut_between_halves(world, backend) -> None:
         assert outcomes[half[0]] == outcomes[half[1]], outcomes
 
 
+@LONG
 def test_a_cut_from_the_others(world, backend) -> None:
     """Two hosts of three go on, and the third hears, when the link is there again, that they have."""
     made = world(THREE, backend, env={"TOKENWAY_SHRINK_MS": "3000"})
@@ -181,7 +188,7 @@ def rounds(nranks: int, count: int) -> Case:
     return Case(setup, tuple(pairs), slow=nranks - 1)
 
 
-@pytest.mark.parametrize("manner", [None, BAD], ids=["bridge", "wire"])
+@pytest.mark.parametrize("manner", [pytest.param(None, marks=LONG, id="bridge"), pytest.param(BAD, id="wire")])
 def test_a_partition_that_heals(world, backend, manner) -> None:
     """Cuts that are shorter than the timeout delay, and nothing else."""
     made = world(PAIR, backend, manner)
@@ -195,6 +202,7 @@ def test_a_partition_that_heals(world, backend, manner) -> None:
     verify_case(case, made.collect())
 
 
+@LONG
 def test_two_hosts_that_a_third_reaches(world, backend) -> None:
     """A link that is gone between two hosts of three: a rank of one of them is blamed by a rank of the other."""
     made = world(THREE, backend, BAD, env={"TOKENWAY_SHRINK_MS": "3000"})
@@ -208,7 +216,7 @@ def test_two_hosts_that_a_third_reaches(world, backend) -> None:
 # ---- a network that misbehaves -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [PAIR, UNLIKE])
+@pytest.mark.parametrize("sizes", [pytest.param(PAIR, marks=LONG), UNLIKE])
 def test_bad_links(world, backend, sizes) -> None:
     """Frames that are late, lost, doubled or out of order change no bit."""
     made = world(sizes, backend, BAD)
@@ -216,7 +224,7 @@ def test_bad_links(world, backend, sizes) -> None:
     verify_case(case, made.run(exchange_so_often, case))
 
 
-@pytest.mark.long
+@LONG
 def test_eight_hosts(world, backend) -> None:
     made = world((2,) * 8, backend)
     case = rounds(made.nranks, 6)
@@ -231,7 +239,7 @@ def test_random_rounds(network, backend, monkeypatch) -> None:
     monkeypatch.setenv(harness.PLACES, made.places())
     harness.POOL.reset()
     try:
-        soak.suffer(1, 1, SEED, backend=backend, ranks=(3, 4))
+        soak.suffer(1, int(backend == "fabric"), SEED, backend=backend, ranks=(3, 4))
         assert soak.soak(150, SEED, (3, 4), backend=backend) == 150
     finally:
         harness.POOL.reset()

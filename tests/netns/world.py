@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fabric_backend import EACH
 from harness import HANGS, PLACES, SPACES, Workers, settle
 
 from tokenway.bench.namespaces import Network
@@ -15,7 +16,7 @@ from tokenway.bench.namespaces import Network
 
 def places(network: Network) -> dict[str, str]:
     """Where the harness's processes are."""
-    return {PLACES: network.places(), SPACES: " ".join(network.spaces), "OMP_NUM_THREADS": "1"}
+    return {PLACES: network.places(), SPACES: " ".join(network.spaces), EACH: "0", "OMP_NUM_THREADS": "1"}
 
 
 class World:

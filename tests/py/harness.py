@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
 from emulated_backend import Alone, Emulated, Hosts, Staged
+from fabric_backend import made_of
 from portable_backend import Nccl, variants
 
 import tokenway as tw
@@ -96,7 +97,12 @@ class Cpu:
 
 
 BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
-BACKENDS |= variants(Cpu) | {"emulated-alone": Alone, "emulated-hosts": Hosts, "nvlink-alone": OwnDevice}
+BACKENDS |= variants(Cpu) | {
+    "fabric": made_of(Cpu),
+    "emulated-alone": Alone,
+    "emulated-hosts": Hosts,
+    "nvlink-alone": OwnDevice,
+}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 
