@@ -68,13 +68,13 @@ check-cc:
 test:  ## what must pass before a commit: C++, models, Python, kernels on emulated GPUs (a quarter of an hour)
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build TESTS=1
-	@scripts/beside.sh "$(MAKE) test-py BUILT=1" "$(MAKE) test-core test-portable BUILT=1"
+	@scripts/beside.sh "$(MAKE) test-py BUILT=1" "$(MAKE) test-core test-portable test-fabric BUILT=1"
 
 # Whatever `make test` leaves out, or does with fewer examples: see CONTRIBUTING.md.
 test-all:  ## everything: also sanitizers, mutations, the wheel, and what takes long of the others (an hour)
 	@$(SETUP) run test
 	@$(STAGE) "build" $(MAKE) build TESTS=1
-	@scripts/beside.sh "$(MAKE) test-py test-frameworks test-portable test-wheel ALL=1 BUILT=1" \
+	@scripts/beside.sh "$(MAKE) test-py test-frameworks test-portable test-fabric test-wheel ALL=1 BUILT=1" \
 	  "$(MAKE) test-core test-sanitizers test-mutations ALL=1 BUILT=1"
 
 # Fewer examples of the tests that draw them, and nothing that is marked `long`.
@@ -102,6 +102,15 @@ test-portable:  ## the tests of behaviour over the portable backend
 	  tests/py/test_choice_values_refused.py tests/py/test_per_expert.py tests/py/test_per_expert_refused.py \
 	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py \
 	  tests/py/test_balancer.py --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
+
+# Ranks of this host are split into hosts of two; then between namespaces.
+FABRIC_PY = exchange errors survival throughput collectives leases growth parts auto per_expert bias
+test-fabric:  ## the tests of behaviour between hosts, a part of them
+	@$(SETUP) run test
+	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
+	@$(SOME) $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
+	  -k "not threads" -m "$(if $(ALL),,not slow and )not long and not heavy"
+	@$(if $(ALL),$(SOME) $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test
@@ -148,13 +157,14 @@ test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x"
 	@$(SETUP) run test
 	@CCACHE=$(CCACHE) $(PY) tests/emulator/run.py $(ARGS)
 
-test-netns: build  ## between two network namespaces, and two hosts of emulated GPUs (root, or user namespaces; ARGS="-k cut")
+test-netns: build  ## between network namespaces that stand for hosts (root, or user namespaces; ARGS="-k cut")
 	@$(SETUP) run test
 	@$(TREE) $(PY) tests/netns/run_all.py $(ARGS)
 
-soak: build  ## long and random: 10,000 rounds, 50 ranks killed, 20 stopped, 2,000 with moves (tens of minutes)
+soak: build  ## long and random, on one host and between two: 10,000 rounds, 50 ranks killed, 20 stopped (an hour)
 	@$(SETUP) run test
 	@$(TREE) $(PY) tests/py/soak.py --rounds 10000 --kills 50 --stops 20 --moves 2000
+	@$(TREE) $(PY) tests/netns/run_all.py --soak --rounds 10000 --kills 50 --stops 20
 
 spec:  ## check the protocol's models
 	@$(SETUP) run spec
@@ -198,6 +208,6 @@ clean:  ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-.PHONY: help build run bench check check-py check-cc test test-all test-py test-frameworks test-portable test-core test-cc \
+.PHONY: help build run bench check check-py check-cc test test-all test-py test-frameworks test-portable test-fabric test-core test-cc \
 	test-sanitizers wheel test-wheel test-mutations test-emulated test-netns \
 	build/tsan build/asan soak spec lint format test-gpu bench-gpu gpu-library clean

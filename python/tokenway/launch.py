@@ -213,6 +213,11 @@ def launch(command: Sequence[str], nranks: int) -> int:
     Returns the exit code of the first that failed, else 0.
     """
     address = _new_address()
+    return launch_each([(command, _variables(rank, nranks, address)) for rank in range(nranks)])
+
+
+def launch_each(commands: Sequence[tuple[Sequence[str], dict[str, str]]]) -> int:
+    """As `launch`, of a command for each rank, with the variables that it has beside those of this process."""
     children: list[subprocess.Popen] = []
     failed = 0
     main = threading.current_thread() is threading.main_thread()
@@ -221,9 +226,8 @@ def launch(command: Sequence[str], nranks: int) -> int:
     before = {number: signal.signal(number, _terminate) for number in heeded}
     bound = partial(_die_with, os.getpid())
     try:
-        for rank in range(nranks):
-            env = os.environ | _variables(rank, nranks, address)
-            children.append(subprocess.Popen(command, env=env, preexec_fn=bound))
+        for command, variables in commands:
+            children.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=bound))
         codes: list[int | None] = [None]
         while None in codes and not failed:
             time.sleep(0.02)

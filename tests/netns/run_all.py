@@ -1,145 +1,149 @@
 #!/usr/bin/env python3
-"""The portable backend between two network namespaces of this machine, each with an address of its own; and emulated
-GPUs on two hosts that NVLink joins, the second of which has a boot, a name and mounts of its own besides.
+"""Ranks between network namespaces of this machine, which stand for hosts: each has a link, an address and ranks of its
+own. The backends for several hosts, whose links are cut, and whose ranks die; emulated GPUs on two hosts that NVLink
+joins.
 
     make test-netns ARGS="-k cut -x"
-    python tests/netns/run_all.py --hosts -k auto        # the hosts alone
+    python tests/netns/run_all.py --quick                # within two minutes: of everything on `fabric` a part
+    python tests/netns/run_all.py --hosts -k auto        # the hosts of emulated GPUs alone
+    python tests/netns/run_all.py --faults -k stopped    # the tests of this folder alone
+    python tests/netns/run_all.py --between              # the tests of behaviour alone, on two hosts of two ranks
+    python tests/netns/run_all.py --soak --rounds 10000 --kills 50 --stops 20    # soak.py between two hosts of two
 
 Needs root, or user namespaces that this user may make; where there are neither, says so and ends without a failure
-(TW_STRICT=1: with one). Odd ranks of the suite's processes run in the other namespace.
+(TW_STRICT=1: with one).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SUITE = (
-    "test_exchange",
-    "test_rounds",
-    "test_errors",
-    "test_survival",
-    "test_throughput",
-    "test_leases",
-    "test_properties",
-    "test_balancer",
+sys.path += [str(HERE.parents[1] / "python"), str(HERE.parent / "py")]
+
+import wired  # noqa: E402
+from wire import BAD  # noqa: E402
+from world import places  # noqa: E402
+
+from tokenway.bench import namespaces  # noqa: E402
+from tokenway.bench.namespaces import Network  # noqa: E402
+
+SUITE = ("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer")
+# Between hosts of several ranks, over `fabric`.
+BETWEEN_SUITE = (
+    *("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer", "collectives"),
+    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias", "moved_ranks"),
 )
-HOSTS_SUITE = ("test_exchange", "test_survival")  # between the hosts, what is neither long nor heavy
-INSIDE = "TOKENWAY_TEST_INSIDE"
-APART = "TOKENWAY_TEST_APART"  # the process that holds the other namespace
-SPACES = "TOKENWAY_TEST_SPACES"  # which of its namespaces odd ranks are in
-# Makes this process's host another one: its kernel's boot is what the file says.
-ANOTHER_HOST = """
-set -e
-hostname tokenway-other
-cat /proc/sys/kernel/random/uuid > "$1"
-mount --bind "$1" /proc/sys/kernel/random/boot_id
-"""
-ADDRESSES = ("10.211.7.1", "10.211.7.2")
-LINKS = ("tokenway0", "tokenway1")
-
-
-def skip(why: str) -> int:
-    print(f"two network namespaces: SKIPPED, {why}")
-    return 1 if os.environ.get("TW_STRICT") == "1" else 0
-
-
-def enter() -> int:
-    """Starts this program again in a namespace of its own."""
-    for tool in ("ip", "unshare", "nsenter"):
-        if shutil.which(tool) is None:
-            return skip(f"there is no {tool} here")
-    new = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--user", "--map-root-user"]
-    if subprocess.run([*new, "true"], capture_output=True).returncode:
-        return skip("neither root nor user namespaces are to be had")
-    return subprocess.call([*new, sys.executable, __file__, *sys.argv[1:]], env=os.environ | {INSIDE: "1"})
-
-
-def connect(other: int) -> None:
-    """A link between this namespace and that of another process, with an address at each end."""
-    there = ["nsenter", f"--net=/proc/{other}/ns/net"]
-    ip = ["ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1], "netns", str(other)]
-    subprocess.run(ip, check=True)
-    for prefix, address, link in (([], ADDRESSES[0], LINKS[0]), (there, ADDRESSES[1], LINKS[1])):
-        for words in (f"addr add {address}/24 dev {link}", f"link set {link} up", "link set lo up"):
-            subprocess.run([*prefix, "ip", *words.split()], check=True)
-
-
-def main() -> int:
-    if os.environ.get(INSIDE) != "1":
-        return enter()
-    with tempfile.NamedTemporaryFile(prefix="tokenway-boot-") as boot:
-        return run(boot.name)
-
-
-def run(boot: str) -> int:
-    """All of it. boot: a file for the name of another boot."""
-    holder = subprocess.Popen(
-        ["unshare", "--net", "--mount", "--uts", "sh", "-c", "echo ready; exec sleep infinity"], stdout=subprocess.PIPE
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()  # it has its namespaces
-        try:
-            connect(holder.pid)
-        except subprocess.CalledProcessError as error:
-            return skip(f"{' '.join(error.cmd)} failed")
-        environment = os.environ | {APART: str(holder.pid), "OMP_NUM_THREADS": "1"}
-        if "--hosts" in sys.argv:
-            sys.argv.remove("--hosts")
-            return run_hosts(environment, holder.pid, boot)
-        suite = [str(HERE.parent / "py" / f"{name}.py") for name in SUITE]
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        own = subprocess.call([*pytest, str(HERE), *sys.argv[1:]], env=environment)
-        # Threads are all in one namespace; the run without namespaces has them.
-        rest = subprocess.call([*pytest, *suite, "--backend", "torch", *sys.argv[1:], "-k", keyword()], env=environment)
-        hosts = run_hosts(environment, holder.pid, boot)
-        return max((code for code in (own, rest, hosts) if code != NOTHING), default=NOTHING)
-    finally:
-        holder.kill()
-        holder.wait()
-
-
+QUICK_SUITE = ("exchange", "survival")
+QUICK = ("-m", "not long and not heavy and not slow")
+HOSTS_SUITE = ("exchange", "survival")  # between the hosts, what is neither long nor heavy
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 NOTHING = 5  # pytest's, where -k leaves none
 
 
-def run_hosts(environment: dict[str, str], holder: int, boot: str) -> int:
+def skip(why: str) -> int:
+    print(f"network namespaces: SKIPPED, {why}")
+    return 1 if os.environ.get("TW_STRICT") == "1" else 0
+
+
+def main(arguments: list[str]) -> int:
+    if not namespaces.entered():
+        if reason := namespaces.missing():
+            return skip(reason)
+        return namespaces.enter([sys.executable, __file__, *arguments])
+    try:
+        Network((1,)).close()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return skip(f"a host cannot be had: {error}")
+    parts = {"--faults": run_faults, "--between": run_between, "--hosts": run_hosts, "--soak": run_soak}
+    parts["--quick"] = run_quick
+    for flag, part in parts.items():
+        if flag in arguments:
+            return part([argument for argument in arguments if argument != flag])
+    codes = [part(arguments) for part in (run_faults, run_between, run_apart, run_hosts)]
+    return worst(codes)
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code of several runs."""
+    return max((code for code in codes if code != NOTHING), default=NOTHING)
+
+
+def run_quick(arguments: Sequence[str]) -> int:
+    """A part of the tests of this folder, and of those of behaviour, on `fabric`."""
+    return worst([run_faults([*QUICK, *arguments]), run_between([*QUICK, *arguments], QUICK_SUITE)])
+
+
+def environment(network: Network) -> dict[str, str]:
+    """Of what runs on a network's hosts."""
+    return os.environ | places(network)
+
+
+def run_faults(arguments: Sequence[str]) -> int:
+    """The tests of this folder, which make their own networks."""
+    files = [str(path) for path in sorted(HERE.glob("test_*.py")) if path.name != "test_hosts.py"]
+    return subprocess.call([*PYTEST, *files, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def run_between(arguments: Sequence[str], names: Sequence[str] = BETWEEN_SUITE) -> int:
+    """The tests of behaviour over `fabric`, on two hosts of two ranks; ranks beyond four are on both by turns."""
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in names]
+    # Threads are all on one host, and no host sees the process of another, nor a child that it has forked.
+    chosen = ["--backend", "fabric", *arguments, "-k", keyword(arguments, "forked_child")]
+    with Network((2, 2)) as network:
+        return subprocess.call([*PYTEST, *suite, *chosen], env=environment(network))
+
+
+def run_apart(arguments: Sequence[str]) -> int:
+    """The tests of behaviour over the portable backend, odd ranks on another host than even ones."""
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in SUITE]
+    # Threads are all in one namespace; the run without namespaces has them.
+    chosen = ["--backend", "torch", *arguments, "-k", keyword(arguments)]
+    with Network((1, 1), whole=False) as network:  # a forked child's end is seen where the kernel is the same
+        return subprocess.call([*PYTEST, *suite, *chosen], env=environment(network))
+
+
+def run_hosts(arguments: Sequence[str]) -> int:
     """Emulated GPUs on two hosts: the tests of this folder that want them, and a part of the suite."""
-    there = [f"--{flag}=/proc/{holder}/ns/{space}" for flag, space in (("mount", "mnt"), ("uts", "uts"))]
-    made = subprocess.run(["nsenter", *there, "sh", "-c", ANOTHER_HOST, "sh", boot], capture_output=True, text=True)
-    if made.returncode:
-        return skip(f"a host of its own cannot be had: {made.stderr.strip()}")
     sys.path.append(str(HERE.parent / "emulator"))
     import run as emulator
 
     if not emulator.build("tokenway_emulated"):
         return skip(emulator.NOTHING)
-    environment = environment | {
-        SPACES: "net mnt uts",
+    library = {
         "PYTHONPATH": str(emulator.ROOT / "python"),
         "TOKENWAY_LIBRARY": str(emulator.BUILD / "emulator" / "libtokenway.so"),
     }
-    suite = [str(HERE.parent / "py" / f"{name}.py") for name in HOSTS_SUITE]
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in HOSTS_SUITE]
     chosen = ["--backend", "emulated-hosts", "--capture=sys", "-m", "not long and not heavy"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    environment = {"EXAMPLES": "6"} | environment
-    own = subprocess.call([*pytest, str(HERE / "test_hosts.py"), *sys.argv[1:]], env=environment)
     # A child that a killed rank has forked keeps its connections open, and no other host sees its process.
-    chosen += ["-k", keyword("forked_child")]
-    rest = subprocess.call([*pytest, *suite, *sys.argv[1:], *chosen], env=environment)
-    return max((code for code in (own, rest) if code != NOTHING), default=NOTHING)
+    chosen += ["-k", keyword(arguments, "forked_child")]
+    with Network((1, 1)) as network:
+        variables = {"EXAMPLES": "6"} | environment(network) | library
+        own = subprocess.call([*PYTEST, str(HERE / "test_hosts.py"), *arguments], env=variables)
+        rest = subprocess.call([*PYTEST, *suite, *arguments, *chosen], env=variables)
+    return worst([own, rest])
 
 
-def keyword(*but: str) -> str:
+def run_soak(arguments: Sequence[str]) -> int:
+    """Random rounds, deaths and stops on two hosts of two ranks, over a wire that delays, reorders and loses."""
+    if reason := wired.missing():
+        return skip(reason)
+    soak = [sys.executable, str(HERE.parent / "py" / "soak.py"), "--backend", "fabric", "--ranks", "3", "4", "--busy"]
+    with wired.Wired((2, 2), BAD) as network:
+        return subprocess.call([*soak, *arguments], env=environment(network))
+
+
+def keyword(arguments: Sequence[str], *but: str) -> str:
     """The caller's -k, and no threads, nor those."""
-    given = [b for a, b in zip(sys.argv, sys.argv[1:], strict=False) if a == "-k"]
+    given = [b for a, b in pairwise(arguments) if a == "-k"]
     return " and ".join([*(f"not {word}" for word in ("threads", *but)), *(f"({word})" for word in given)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

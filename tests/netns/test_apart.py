@@ -4,56 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import Env, Workers, caught, settle
+from harness import Env, caught
 
 import tokenway as tw
 
-LINK = "tokenway0"
 TIMEOUT = 2.0
 
 
-class World:
-    """Worker processes, the odd ones in the other namespace."""
-
-    def __init__(self, nranks: int):
-        self.workers = Workers(nranks)
-        self.ranks = list(range(nranks))
-        self.key = ("apart", 0, "torch", f"apart-{os.getpid()}-{time.monotonic_ns()}")
-
-    def start(self, function: Any, *args: Any) -> None:
-        self.workers.send(self.ranks, function, *args, key=self.key)
-
-    def collect(self, timeout: float = 60.0) -> list[Any]:
-        return settle(self.workers.collect(self.ranks, timeout))
-
-    def run(self, function: Any, *args: Any) -> list[Any]:
-        self.start(function, *args)
-        return self.collect()
-
-
-def link(state: str) -> None:
-    subprocess.run(["ip", "link", "set", LINK, state], check=True)
-
-
 @pytest.fixture
-def world() -> Iterator[Any]:
-    made: list[World] = []
-
-    def make(nranks: int) -> World:
-        made.append(World(nranks))
-        return made[-1]
-
-    yield make
-    link("up")
-    for each in made:
-        each.workers.close()
+def apart(world) -> Any:
+    """apart(n): n ranks, the odd ones on another host than the even ones."""
+    return lambda nranks: world((1, 1), "torch", whole=False, turns=nranks // 2)
 
 
 # ---- on the ranks --------------------------------------------------------------------------------
@@ -96,19 +62,17 @@ def close_group(env: Env) -> float:
     return time.monotonic() - begin
 
 
-def connect_by_torch(env: Env, port: int, backend: str) -> tuple[Any, str]:
+def connect_by_torch(env: Env, master: str, backend: str) -> tuple[Any, str]:
     """As a user's program does it: torch.distributed first."""
     import torch.distributed as dist
 
-    local = "10.211.7.2" if env.rank % 2 else "10.211.7.1"
-    names = {"10.211.7.1": "tokenway0", "10.211.7.2": "tokenway1"}
-    os.environ["GLOO_SOCKET_IFNAME"] = names[local]
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tokenway").addHandler(handler)
     logging.getLogger("tokenway").setLevel(logging.INFO)
-    dist.init_process_group("gloo", init_method=f"tcp://10.211.7.1:{port}", rank=env.rank, world_size=env.nranks)
+    dist.init_process_group("gloo", init_method=f"tcp://{master}:29871", rank=env.rank, world_size=env.nranks)
     try:
         if backend == "shm":
             return caught(tw.connect, backend=backend, timeout=20), ""
@@ -125,19 +89,19 @@ def connect_by_torch(env: Env, port: int, backend: str) -> tuple[Any, str]:
 # ---- tests ---------------------------------------------------------------------------------------
 
 
-def test_ranks_are_apart(world) -> None:
-    spaces = world(4).run(namespace)
+def test_ranks_are_apart(apart) -> None:
+    spaces = apart(4).run(namespace)
     assert spaces[0] == spaces[2] != spaces[1] == spaces[3]
 
 
 @pytest.mark.parametrize("nranks", [2, 4])
-def test_cut(world, nranks) -> None:
+def test_cut(apart, nranks) -> None:
     """A link that is cut is an error on all ranks, within timeout + 1 s, and blames the other side."""
-    made = world(nranks)
+    made = apart(nranks)
     made.run(make_timed_group)
     made.start(exchange_until_error)
     time.sleep(0.5)
-    link("down")
+    made.network.cut(1)
     for rank, (outcome, took, again) in enumerate(made.collect()):
         result, text, record = outcome
         assert result in ("twTimeout", "twExcluded"), text
@@ -156,15 +120,15 @@ def make_timed_group(env: Env) -> None:
     make_group(env, timeout=TIMEOUT)
 
 
-def test_cut_and_mended(world) -> None:
+def test_cut_and_mended(apart) -> None:
     """A link that is away for less than the timeout delays, and nothing else."""
-    made = world(2)
+    made = apart(2)
     made.run(make_patient_group)
     made.start(exchange_often)
     time.sleep(0.3)
-    link("down")
+    made.network.cut(1)
     time.sleep(0.5)
-    link("up")
+    made.network.mend(1)
     assert made.collect() == [300, 300]
 
 
@@ -179,13 +143,15 @@ def exchange_often(env: Env) -> int:
     return 300
 
 
-def test_auto(world) -> None:
+def test_auto(apart) -> None:
     """Ranks that share a host but no network are no domain of shared memory: auto takes the portable backend, and says
     why; shared memory is refused."""
-    for rank, ((backend, why), log) in enumerate(world(2).run(connect_by_torch, 29871, "auto")):
+    made = apart(2)
+    master = made.network.hosts[0].address
+    for rank, ((backend, why), log) in enumerate(made.run(connect_by_torch, master, "auto")):
         assert backend == "torch"
         assert "rank 0 and rank 1 run on" in why and "in different network namespaces" in why
         assert (f"2 ranks, backend 'torch': {why}" in log) == (rank == 0)
-    for outcome, _ in world(2).run(connect_by_torch, 29872, "shm"):
+    for outcome, _ in made.run(connect_by_torch, master, "shm"):
         assert outcome[0] == "twUnsupported"
         assert "in different network namespaces: the CPU backend connects ranks of one host only" in outcome[1]

@@ -15,7 +15,7 @@ import emulated_backend
 import numpy as np
 import pytest
 from emulated_backend import OnHost, connect_group
-from harness import HANGS, PATIENT, Env, Workers, caught, settle
+from harness import HANGS, PATIENT, SPACES, Env, Workers, caught, settle
 from hidden import judge, look
 from portable_backend import file_allgather
 
@@ -28,7 +28,7 @@ TIMEOUT = 5.0
 
 @pytest.fixture(autouse=True)
 def two_hosts() -> None:
-    if "mnt" not in os.environ.get("TOKENWAY_TEST_SPACES", ""):
+    if "mnt" not in os.environ.get(SPACES, ""):
         pytest.skip("tests/netns/run_all.py makes the two hosts that this needs, and builds the emulator")
     if lacking := emulated_backend.missing():
         pytest.fail(lacking)

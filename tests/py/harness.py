@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
 from emulated_backend import Alone, Emulated, Hosts, Staged
+from fabric_backend import made_of
 from portable_backend import Nccl, variants
 
 import tokenway as tw
@@ -39,6 +40,8 @@ HERE = Path(__file__).parent
 PATIENT = 120.0
 AT_ONCE = 20.0
 HANGS = 300.0  # seconds after which a rank that does not answer hangs
+PLACES = "TOKENWAY_TEST_PLACES"  # processes in whose namespaces workers are, by turns, instead of this one's
+SPACES = "TOKENWAY_TEST_SPACES"  # which of them: net; with mnt and uts, those of a whole host
 
 
 class Cpu:
@@ -94,7 +97,12 @@ class Cpu:
 
 
 BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
-BACKENDS |= variants(Cpu) | {"emulated-alone": Alone, "emulated-hosts": Hosts, "nvlink-alone": OwnDevice}
+BACKENDS |= variants(Cpu) | {
+    "fabric": made_of(Cpu),
+    "emulated-alone": Alone,
+    "emulated-hosts": Hosts,
+    "nvlink-alone": OwnDevice,
+}
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 
@@ -158,13 +166,14 @@ class Workers:
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])} | (env or {})
-        apart = os.environ.get("TOKENWAY_TEST_APART")  # tests/netns: odd ranks are in another network namespace
-        spaces = os.environ.get("TOKENWAY_TEST_SPACES", "net").split()  # ... and, with mnt and uts, on another host
+        # tests/netns makes namespaces that stand for hosts.
+        places = [place for place in variables.get(PLACES, "").split(",") if place]
+        spaces = variables.get(SPACES, "net").split()
+        flags = {"net": "net", "mnt": "mount", "uts": "uts"}
         for worker in range(size):
             ours, theirs = socket.socketpair()
-            flags = {"net": "net", "mnt": "mount", "uts": "uts"}
-            where = ["nsenter", *(f"--{flags[space]}=/proc/{apart}/ns/{space}" for space in spaces)]
-            where = where if apart and worker % 2 else []
+            place = places[worker % len(places)] if places else ""
+            where = ["nsenter", *(f"--{flags[space]}=/proc/{place}/ns/{space}" for space in spaces)] if place else []
             command = [*where, sys.executable, str(HERE / "harness.py"), str(theirs.fileno())]
             process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()])
             theirs.close()

@@ -4,6 +4,7 @@
     python tests/py/soak.py --rounds 10000
     python tests/py/soak.py --rounds 0 --kills 50 --stops 20
     python tests/py/soak.py --rounds 0 --moves 2000
+    python tests/netns/run_all.py --soak --rounds 10000 --kills 50     # between hosts, over a network that misbehaves
 
 Sizes, routings, channels and delays are random; every round is verified bit for bit. A rank that hangs
 ends the run with the stacks of all. In rounds with moves experts move while ranks die (moved_ranks.py).
@@ -19,6 +20,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ import player
 from cases import FLOATS, ROUTINGS, Case, Round, Setup, verify_case
 
 BATCH = 50  # rounds between two meetings with the judge
+FEW, SOME = (2, 3, 4), (2, 3, 4, 5)  # ranks of random rounds, and of those of which one is struck
 
 
 # ---- random rounds -------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def random_case(rng: random.Random, setup: Setup, count: int) -> Case:
     return Case(setup, tuple(flights), slow=slow, order=rng.getrandbits(30))
 
 
-def soak(rounds: int, seed: int, ranks: tuple[int, ...] = (2, 3, 4), say: Any = None, backend: str = "cpu") -> int:
+def soak(rounds: int, seed: int, ranks: Sequence[int] = FEW, say: Any = None, backend: str = "cpu") -> int:
     """Verifies so many rounds. A group lives for a few batches, so channels reach high steps."""
     rng = random.Random(seed)
     done = 0
@@ -115,10 +118,10 @@ class Mishap:
     seen: list[float]
 
 
-def mishap(rng: random.Random, number: int, backend: str, timed: bool) -> Mishap:
+def mishap(rng: random.Random, number: int, backend: str, timed: bool, ranks: Sequence[int] = SOME) -> Mishap:
     """Kills or stops one of a few busy ranks at a random moment; what do the others make of it?"""
     timeout = harness.PATIENT if number == signal.SIGKILL else 1.5 if timed else 6.0
-    nranks = rng.randint(2, min(5, harness.BACKENDS[backend].most_ranks("processes")))
+    nranks = rng.choice([n for n in ranks if n <= harness.BACKENDS[backend].most_ranks("processes")])
     victim = rng.randrange(nranks)
     setup = random_setup(rng, nranks)
     workers = harness.Workers(nranks)
@@ -153,7 +156,15 @@ def mishap(rng: random.Random, number: int, backend: str, timed: bool) -> Mishap
         workers.close()
 
 
-def suffer(kills: int, stops: int, seed: int, say: Any = None, backend: str = "cpu", timed: bool = False) -> None:
+def suffer(
+    kills: int,
+    stops: int,
+    seed: int,
+    say: Any = None,
+    backend: str = "cpu",
+    timed: bool = False,
+    ranks: Sequence[int] = SOME,
+) -> None:
     """So many mishaps, one after the other; `timed`: the machine has nothing else to do, and notices within moments."""
     rng = random.Random(seed)
     numbers = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
@@ -161,7 +172,7 @@ def suffer(kills: int, stops: int, seed: int, say: Any = None, backend: str = "c
     for n, number in enumerate(numbers):
         state = rng.getrandbits(50)
         try:
-            result = mishap(random.Random(state), number, backend, timed)
+            result = mishap(random.Random(state), number, backend, timed, ranks)
         except BaseException:
             print(f"mishap {n} of seed {seed}: signal {number}, state {state}", file=sys.stderr)
             raise
@@ -176,6 +187,9 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--moves", type=int, default=0, help="rounds in which ranks die while experts move")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    parser.add_argument("--backend", default="cpu", choices=list(harness.BACKENDS))
+    parser.add_argument("--ranks", type=int, nargs="+", help="of which each round takes some")
+    parser.add_argument("--busy", action="store_true", help="nobody says how soon survivors notice")
     args = parser.parse_args()
     print(f"seed {args.seed}")
     begin = time.monotonic()
@@ -184,11 +198,12 @@ def main() -> int:
         print(f"{time.monotonic() - begin:8.1f} s  {text}", flush=True)
 
     try:
-        suffer(args.kills, args.stops, args.seed, say=say, timed=True)
+        common = {"say": say, "backend": args.backend}
+        suffer(args.kills, args.stops, args.seed, timed=not args.busy, ranks=args.ranks or SOME, **common)
         if args.moves:
             moved_ranks.play(args.moves, args.seed, say=say)
             moved_ranks.play(args.moves // 20, args.seed, kind="processes", say=say)
-        soak(args.rounds, args.seed, say=say)
+        soak(args.rounds, args.seed, ranks=args.ranks or FEW, **common)
     finally:
         harness.POOL.reset()
     say("all verified")

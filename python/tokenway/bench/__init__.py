@@ -8,7 +8,8 @@ baselines, gloo, nccl, collective_row, gpu_case and others   what is measured, a
 libraries, turns                                             other libraries, in processes of their own
 nvlink_options, portable_options, settings, runner           what was asked for, and how ranks measure it
 cpu, overhead, nvlink, portable, collectives, auxiliary      the kinds of runs, each of which returns plain data
+hosts_options, hosts                                         likewise, between hosts
 tables, peers, report                                        such data as tables
 options, command                                             `tokenway bench`
-record, placement, replicas, balancing                       programs beside it
+record, placement, replicas, balancing, namespaces           programs beside it
 """

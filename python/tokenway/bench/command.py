@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from tokenway import machine, usage
-from tokenway.bench import auxiliary, collectives, cpu, frameworks, layer, modes, nvlink, overhead, portable, report
+from tokenway.bench import (
+    auxiliary,
+    collectives,
+    cpu,
+    frameworks,
+    hosts,
+    layer,
+    modes,
+    nvlink,
+    overhead,
+    portable,
+    report,
+)
 from tokenway.bench.case import short_routing
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
@@ -44,6 +56,8 @@ def _subject(settings: Settings) -> Callable[[Settings], Results]:
         return moving.measure
     if settings.nvlink is not None:
         return nvlink.measure
+    if settings.hosts is not None:
+        return hosts.measure
     return cpu.measure if settings.portable is None else portable.measure
 
 
@@ -66,7 +80,7 @@ def record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
     told = asdict(settings)
     for name in ("json", "plot", "timeline", "launched"):
         del told[name]  # where it was written is nobody's business
-    for name in ("nvlink", "portable", "frameworks", "moving"):
+    for name in ("nvlink", "portable", "hosts", "frameworks", "moving"):
         if told[name] is None:
             del told[name]
     told["routings"] = [short_routing(name) for name in settings.routings]

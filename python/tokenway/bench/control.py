@@ -22,7 +22,37 @@ NAP = 50e-6  # seconds between looks at the gate
 LEAD = 300_000, 20_000  # nanoseconds from naming an instant to it: a constant, and per rank
 
 
-class Control:
+class Telling:
+    """What follows from an all-gather of Python objects."""
+
+    rank: int
+    nranks: int
+
+    def allgather(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank. Collective."""
+        raise NotImplementedError
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any rank has, with the rank's name, or None. Collective."""
+        for rank, found in enumerate(self.allgather(problem)):
+            if found:
+                return f"rank {rank}: {found}"
+        return None
+
+    def slowest(self, mine: Any) -> np.ndarray:
+        """Per iteration the time of the rank that was last: [...] of every rank's [...]."""
+        return np.max(np.stack(self.allgather(np.asarray(mine))), axis=0)
+
+    def notes(self) -> list[str]:
+        """What every rank has said last, by rank; also where ranks do not answer."""
+        return [""] * self.nranks
+
+    def where(self) -> str:
+        """Where every rank is, in words."""
+        return "; ".join(f"rank {rank} at {note or 'its start'}" for rank, note in enumerate(self.notes()))
+
+
+class Control(Telling):
     """An all-gather of Python objects, and a gate at which all ranks start together.
 
     The all-gather is an exchange with the set "every rank". The gate is a page of shared memory:
@@ -72,13 +102,6 @@ class Control:
         joined = (b"".join(p) for p in parts)
         return [pickle.loads(b[8 : 8 + int.from_bytes(b[:8], "little")]) for b in joined]
 
-    def agree(self, problem: str | None) -> str | None:
-        """The first problem that any rank has, with the rank's name, or None. Collective."""
-        for rank, found in enumerate(self.allgather(problem)):
-            if found:
-                return f"rank {rank}: {found}"
-        return None
-
     def gate(self) -> int:
         """Waits for all ranks; returns the instant (perf_counter_ns) at which they start."""
         words, self._turn = self._words, self._turn + 1
@@ -106,19 +129,11 @@ class Control:
         begins = (self._notes_at + NOTE * rank for rank in range(self.nranks))
         return [self._page[at : at + NOTE].rstrip(b"\0").decode(errors="replace") for at in begins]
 
-    def where(self) -> str:
-        """Where every rank is, in words."""
-        return "; ".join(f"rank {rank} at {note or 'its start'}" for rank, note in enumerate(self.notes()))
-
     def time(self, call: Callable[[], Any]) -> int:
         """Nanoseconds from a common start of all ranks to the end of this rank's call."""
         start = self.gate()
         call()
         return time.perf_counter_ns() - start
-
-    def slowest(self, mine: Any) -> np.ndarray:
-        """Per iteration the time of the rank that was last: [...] of every rank's [...]."""
-        return np.max(np.stack(self.allgather(np.asarray(mine))), axis=0)
 
     def close(self) -> None:
         """Collective."""

@@ -13,6 +13,7 @@ from tokenway.bench import (
     baselines,
     collective_baselines,
     framework_options,
+    hosts_options,
     moving_options,
     nccl,
     nvlink_options,
@@ -28,9 +29,9 @@ from tokenway.bench.settings import Settings
 from tokenway.comm import NRANKS
 from tokenway.usage import UsageError, listed, number, one_of
 
-BACKENDS = ("cpu", "nvlink", "torch")
+BACKENDS = ("cpu", "nvlink", "torch", "fabric")
 MAX_TOKENS = 1 << 20
-KINDS = (alternatives, framework_options, moving_options, nvlink_options, portable_options)
+KINDS = (alternatives, framework_options, hosts_options, moving_options, nvlink_options, portable_options)
 # (option, another that does not go with it, why)
 APART = (
     ("--backward", "--dtype fp8", "gradients return as bfloat16, in a group of their own"),
@@ -42,7 +43,7 @@ APART = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument
-    add("--backend", choices=BACKENDS, default="cpu", metavar="NAME", help="cpu (default), nvlink or torch")
+    add("--backend", choices=BACKENDS, default="cpu", metavar="NAME", help="cpu (default), nvlink, torch or fabric")
     add("--ranks", type=number(1, MAX_RANKS), metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
     known = one_of((*PROFILES, "all"))
     profiles = f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)"
@@ -59,8 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes += "layers auto)"
     add("--mode", choices=tuple(MODES), metavar="NAME", help=modes)
     add("--weighting", choices=("none", "topk"), default="none", metavar="NAME", help="none (default) or topk")
-    add("--iterations", type=number(1), metavar="I", help="timed, over all rounds (default 50)")
-    rounds = "in which subjects take turns (default 5; 25 with --backend torch)"
+    add(
+        "--iterations",
+        type=number(1),
+        metavar="I",
+        help="timed, over all rounds (default 50; 200 with --backend fabric)",
+    )
+    rounds = "in which subjects take turns (default 5; 25 with --backend torch, 10 with fabric)"
     add("--rounds", type=number(1), metavar="R", help=rounds)
     warmup = "iterations before each turn (default 2; 1 with --backend torch)"
     add("--warmup", type=number(0), metavar="W", help=warmup)
@@ -92,13 +98,16 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings from parsed options and the environment. Raises UsageError."""
     gpu = nvlink_options.from_arguments(args)
     apart = portable_options.from_arguments(args)
+    between = hosts_options.from_arguments(args)
     integrations = framework_options.from_arguments(args)
     moving = moving_options.from_arguments(args)
     ranks, launched = _ranks(1 if args.overhead or args.aux else args.ranks, gpu)
     quick: bool = args.quick
     both_modes = args.mode == "auto" and not args.layer
     # Ways are measured beside each other.
-    beside = (apart is not None or both_modes or args.returns or args.moving) and not args.baselines
+    beside = (
+        apart is not None or between is not None or both_modes or args.returns or args.moving
+    ) and not args.baselines
     untimed = args.verify_only or args.overhead or args.aux or args.layer or beside
     given = ("none",) if untimed or integrations is not None else args.baselines or ("auto",)
     wanted, skipped = _baselines(given, gpu, ranks, args.collective is not None)
@@ -130,6 +139,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         plot=args.plot,
         nvlink=gpu,
         portable=apart,
+        hosts=between,
         frameworks=integrations,
         moving=moving,
     )
@@ -142,6 +152,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         nvlink_options.check(settings)
     if apart is not None:
         portable_options.check(settings)
+    if between is not None:
+        hosts_options.check(settings)
     if integrations is not None:
         framework_options.check(settings)
     if moving is not None:
@@ -159,6 +171,8 @@ def _tokens(args: argparse.Namespace, gpu: Nvlink | None) -> tuple[int, ...]:
         return moving_options.TOKENS
     if args.frameworks is not None and gpu is not None:
         return framework_options.TOKENS
+    if args.backend == "fabric":
+        return hosts_options.TOKENS
     return Settings.tokens if gpu is None else nvlink_options.TOKENS
 
 
@@ -170,6 +184,8 @@ def _turns(args: argparse.Namespace, gpu: Nvlink | None, fine: bool) -> dict[str
         "rounds": 25 if fine else 5 if gpu is None else 3,
         "warmup": 1 if args.quick or fine else 2,
     }
+    if args.backend == "fabric":
+        usual = hosts_options.QUICK if args.quick else hosts_options.TURNS
     given = {name: getattr(args, name) for name in usual}
     return usual | {name: value for name, value in given.items() if value is not None}
 
@@ -192,6 +208,7 @@ def _check_together(settings: Settings) -> None:
     given = {
         "--aux": settings.aux,
         "--backend nvlink": gpu is not None,
+        "--backend fabric": settings.hosts is not None,
         "--backend torch": settings.portable is not None,
         "--backward": settings.backward,
         "--baselines": settings.baselines,

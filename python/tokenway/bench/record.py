@@ -79,6 +79,11 @@ PROGRAMS = {
     "cpu-balance": ["tokenway.bench.placement"],
     "cpu-balancing": ["tokenway.bench.balancing"],
     "cpu-replicas": ["tokenway.bench.replicas", "--batches", "8"],
+    # With root or user namespaces, and libfabric.
+    "hosts-2x2": [
+        *("tokenway.bench.namespaces", "2x2", "--", sys.executable, "-m", "tokenway.cli"),
+        *("bench", "--backend", "fabric"),
+    ],
 }
 GPU_PROGRAMS = {"nvlink-counting": ["tokenway.bench.replicas", "--cost-only", "--device", "cuda"]}
 PLOTTED = ("nvlink-2-gpus",)

@@ -25,6 +25,7 @@ from tokenway.bench.tables import (
     collectives,
     cpu,
     frameworks,
+    hosts,
     layer,
     modes,
     moving,
@@ -68,6 +69,7 @@ BACKENDS = {
     "cpu": Kind(cpu.tables),
     "nvlink": Kind(nvlink.tables, nvlink.notes, as_they_stand=True),
     "torch": Kind(portable.tables, portable.notes),
+    "fabric": Kind(hosts.tables, hosts.notes),
 }
 
 

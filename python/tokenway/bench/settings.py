@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenway.bench.case import Case
 from tokenway.bench.framework_options import Frameworks
+from tokenway.bench.hosts_options import Hosts
 from tokenway.bench.moving_options import Moving
 from tokenway.bench.nvlink_options import Nvlink
 from tokenway.bench.portable_options import Portable
@@ -47,6 +48,7 @@ class Settings:
     plot: str | None = None
     nvlink: Nvlink | None = None  # None: the CPU backend
     portable: Portable | None = None  # likewise
+    hosts: Hosts | None = None  # likewise: between hosts
     frameworks: Frameworks | None = None  # integrations beside frameworks, instead of dispatch and combine
     moving: Moving | None = None  # steps while experts move, instead of dispatch and combine
 

@@ -1,0 +1,225 @@
+"""`tokenway bench --backend fabric`: pairs of dispatch and combine between hosts, beside the portable backend.
+
+Ranks are processes of any hosts that torchrun has started, or of this machine (namespaces.py makes hosts of it), or
+processes that are started here, of which so many stand for a host. What they tell each other goes over a process group
+of gloo's, and not while anything is timed.
+
+Hosts have no clock and no gate in common, so steps follow each other as in a program: a new routing, a dispatch, a
+combine. A rank's time of a step is from the end of the one before; the time of the step is that of the rank that took
+longest. Each step needs rows of every rank, so no rank is more than a step ahead. Backends take turns in the same
+processes. The results of all routings are compared with the oracle before the timing, and again after it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tokenway.bench import gloo, runner, timing, verify
+from tokenway.bench.case import Case
+from tokenway.bench.control import Telling
+from tokenway.bench.progress import Progress
+from tokenway.bench.runner import Results
+from tokenway.bench.settings import Settings
+from tokenway.comm import ADDRESS, NRANKS, RANK, _host, connect
+from tokenway.group import Group
+from tokenway.handle import Handle
+
+ROUTINGS = 4  # by turns, so that no step finds what it needs where the last one left it
+
+Array = np.ndarray
+
+
+def measure(settings: Settings) -> Results:
+    """All points of a run."""
+    return runner.on_ranks(settings, measure_rank)
+
+
+def measure_rank(settings: Settings) -> Results:
+    """The same as one of the ranks. Collective."""
+    with ExitStack() as stack:
+        talk = Talk()
+        stack.callback(talk.close)
+        progress = Progress(len(settings.cases()), talk.rank == 0)
+        stack.callback(progress.close)
+        return runner.measured(lambda: _points(settings, talk, progress, stack), talk, progress, stack)
+
+
+class Talk(Telling):
+    """A process group of gloo's: the launcher's, or one that meets in a folder of this machine. Collective."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)  # ranks share the cores
+        self._dist = dist
+        self._folder = ""
+        if RANK in os.environ:
+            self._folder = os.path.join(tempfile.gettempdir(), f"tokenway-bench-{os.environ[ADDRESS]}")
+            os.makedirs(self._folder, exist_ok=True)
+            gloo.join(self._folder, "gloo", int(os.environ[RANK]), int(os.environ[NRANKS]))
+        else:
+            dist.init_process_group("gloo")
+        self.rank, self.nranks = dist.get_rank(), dist.get_world_size()
+
+    def allgather(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank. Collective."""
+        found: list[Any] = [None] * self.nranks
+        self._dist.all_gather_object(found, mine)
+        return found
+
+    def close(self) -> None:
+        """Collective."""
+        self._dist.barrier()
+        self._dist.destroy_process_group()
+        if self._folder and self.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@dataclass
+class Step:
+    """One of the routings of a case: what this rank sends, its experts' answers, and what must come of them."""
+
+    case: Case
+    sent: tuple[Array, Array | None]
+    made: tuple[dict[str, Array], Array, Array]
+    want: Array
+
+    def check(self, rank: int) -> None:
+        """Raises Mismatch if what was combined last is not right."""
+        verify.check_output(self.case, rank, self.made[2], self.want)
+
+
+class Steps:
+    """Steps of a group, by turns of all routings: a subject of timing.rounds_of."""
+
+    phases: ClassVar[tuple[str, ...]] = ("pair",)
+
+    def __init__(self, name: str, group: Group, handle: Handle, steps: Sequence[Step]):
+        self.name, self._group, self._handle, self.steps = name, group, handle, steps
+        self._next = 0
+
+    def once(self, _: Telling) -> tuple[int, ...]:
+        """A routing, a dispatch, a combine."""
+        begin = time.perf_counter_ns()
+        step = self.steps[self._next % len(self.steps)]
+        self._next += 1
+        x, rank = step.case.exchange, self._group.rank
+        self._handle.update(x.ids[rank], x.weight[rank])
+        it = timing.Exchanged(step.case, self._group, self._handle, step.sent, step.made)
+        it.pair()
+        return (time.perf_counter_ns() - begin,)
+
+
+def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack) -> dict[str, Any]:
+    """The rows of a run, and what hosts and backends there were."""
+    assert settings.hosts is not None
+    each = _ranks_per_host(settings)
+    comms = {}
+    for name in settings.hosts.backends:
+        more = {"ranks_per_host": each} if name == "fabric" and each else {}
+        comms[name] = stack.enter_context(connect(backend=name, **more))
+    hosts = hosts_of(talk.allgather(_host()), each)
+    rows = []
+    for profile in settings.profiles:
+        cases = [case for case in settings.cases() if case.profile.name == profile]
+        keywords = cases[0].group_settings(max(case.tokens for case in cases))
+        with ExitStack() as groups:
+            made = {name: groups.enter_context(runner.open_group(comm, **keywords)) for name, comm in comms.items()}
+            for case in cases:
+                progress.doing(case.name)
+                rows.append(_point(settings, talk, made, case, hosts))
+                progress.done()
+    why = {name: comm.why for name, comm in comms.items()}
+    return {"backend": "fabric", "hosts": np.bincount(hosts).tolist(), "why": why, "rows": rows}
+
+
+def _ranks_per_host(settings: Settings) -> int | None:
+    """None: hosts are found. Ranks that were started here would all be of one."""
+    assert settings.hosts is not None
+    if settings.hosts.ranks_per_host is None and not settings.launched:
+        return max(1, settings.ranks // 2)
+    return settings.hosts.ranks_per_host
+
+
+def hosts_of(names: Sequence[str], each: int | None) -> list[int]:
+    """The number of every rank's host."""
+    if each is not None:
+        return [rank // each for rank in range(len(names))]
+    known = list(dict.fromkeys(names))
+    return [known.index(name) for name in names]
+
+
+def rows_between(case: Case, hosts: Sequence[int]) -> dict[str, int]:
+    """Rows of all ranks that a dispatch moves to other hosts: once to each rank, and once to each host."""
+    of_rank = np.asarray(hosts)
+    to_ranks = to_hosts = 0
+    for source, routing in enumerate(case.exchange.routing):
+        for host in set(hosts) - {hosts[source]}:
+            goes = np.asarray(routing.goes)[:, of_rank == host]
+            to_ranks += int(goes.sum())
+            to_hosts += int(goes.any(axis=1).sum())
+    return {"to_ranks": to_ranks, "to_hosts": to_hosts}
+
+
+def _point(
+    settings: Settings, talk: Talk, groups: dict[str, Group], case: Case, hosts: Sequence[int]
+) -> dict[str, Any]:
+    """The row of a case: verified by each backend, and timed by turns."""
+    subjects = _verified(talk, groups, case)
+    row: dict[str, Any] = {
+        "profile": case.profile.name,
+        "hidden": case.profile.hidden,
+        "top_k": case.profile.top_k,
+        "tokens": case.tokens,
+        "ranks": case.ranks,
+        "rows_moved": case.moved_rows()[0],
+        "rows_between_hosts": rows_between(case, hosts),
+        "pairs": {},
+    }
+    if settings.verify_only:
+        return row
+    times = timing.rounds_of(
+        subjects, talk, rounds=settings.rounds, iterations=settings.iterations, warmup=settings.warmup
+    )
+    for subject in subjects:
+        for step in subject.steps:
+            runner.agree(talk, verify.problem_of(step.check, talk.rank))
+        found = timing.summary(times[subject.name]["pair"])
+        p99 = np.percentile(np.concatenate(times[subject.name]["pair"]), 99)
+        row["pairs"][subject.name] = found | {"p99": round(float(p99), 2)}
+    return row
+
+
+def _verified(talk: Talk, groups: dict[str, Group], case: Case) -> list[Steps]:
+    """The subjects of a case, whose results all have been compared with the oracle's."""
+    cases = [replace(case, seed=case.seed + number) for number in range(ROUTINGS)]
+    wants = [verify.expected_output(at, talk.rank) for at in cases]
+    subjects = []
+    for name, group in groups.items():
+        steps = []
+        handle = None
+        for at, want in zip(cases, wants, strict=True):
+            x, sent = at.exchange, at.inputs(talk.rank)
+            if handle is None:
+                handle = group.route(x.ids[talk.rank], x.weight[talk.rank])
+            else:
+                handle.update(x.ids[talk.rank], x.weight[talk.rank])
+            step = Step(at, sent, verify.buffers(at, group), want)
+            runner.agree(talk, verify.problem_of(verify.exchange_once, at, group, handle, sent, step.made, False))
+            timing.Exchanged(at, group, handle, sent, step.made).combine()
+            runner.agree(talk, verify.problem_of(step.check, talk.rank))
+            step.made[2].fill(0)  # whatever is right after the timing was made in it
+            steps.append(step)
+        assert handle is not None
+        subjects.append(Steps(name, group, handle, steps))
+    return subjects

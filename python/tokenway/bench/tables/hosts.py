@@ -1,0 +1,45 @@
+"""Runs of `tokenway bench --backend fabric`: pairs between hosts, by each backend."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
+
+
+def tables(run: Run) -> list[Table]:
+    """The table of a run."""
+    settings = run["settings"]
+    what = f"{settings['ranks']} ranks on hosts of {_sizes(run['hosts'])}, {settings['dtype']}, {settings['layout']}"
+    what += f", weighting {settings['weighting']}"
+    backends = settings["hosts"]["backends"]
+    heads = ["profile", "top-k", "tokens", "rows to ranks of other hosts", "to other hosts"]
+    timed = [] if settings["verify_only"] else backends
+    heads += [head for name in timed for head in (f"{name} us", f"{name} p99")]
+    heads += [f"{name} / {backends[0]}" for name in timed[1:]]
+    return [Table(medians(what, settings), heads, [_cells(row, timed) for row in run["rows"]], range(1))]
+
+
+def _sizes(hosts: list[int]) -> str:
+    """ "2 and 2": of how many ranks each is."""
+    few = (
+        [str(size) for size in hosts] if len(hosts) < 5 else [f"{n} times {size}" for size, n in Counter(hosts).items()]
+    )
+    return few[0] if len(few) == 1 else f"{', '.join(few[:-1])} and {few[-1]}"
+
+
+def _cells(row: Row, timed: list[str]) -> list[str]:
+    between, pairs = row["rows_between_hosts"], row["pairs"]
+    cells = [row["profile"], str(row["top_k"]), str(row["tokens"])]
+    cells += [f"{between['to_ranks']:,}", f"{between['to_hosts']:,}"]
+    for name in timed:
+        cells += [microseconds(pairs[name]["median"]), microseconds(pairs[name]["p99"])]
+    return cells + [f"{pairs[name]['median'] / pairs[timed[0]]['median']:.2f}x" for name in timed[1:]]
+
+
+def notes(run: Run) -> list[str]:
+    """Why ranks are connected as they are, and what a time is."""
+    told = [f"{name}: {why}" for name, why in run["why"].items()]
+    if not run["settings"]["verify_only"]:
+        told.append("a pair has a new routing; its time is that of the slowest rank, from the end of the pair before")
+    return told
