@@ -38,7 +38,9 @@ class Meeting:
     def allgather(self, rank: int, mine: bytes) -> list[bytes]:
         self._parts[rank] = mine
         self._barrier.wait(COMM_TIMEOUT)
-        return list(self._parts)
+        parts = list(self._parts)
+        self._barrier.wait(COMM_TIMEOUT)  # or the next call's would be among them
+        return parts
 
 
 def connect_threads(nranks: int, connect: Any) -> list[tw.Comm]:
