@@ -19,8 +19,8 @@ MAKEFLAGS += --no-print-directory
 export TSAN_OPTIONS  := halt_on_error=1:second_deadlock_stack=1
 export UBSAN_OPTIONS := print_stacktrace=1
 export ASAN_OPTIONS  := detect_stack_use_after_return=1
-# What the caller's shell carries must not change what is built or tested.
-unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
+# What the caller's shell carries must not change what is built or tested, nor make each process compile PyTorch anew.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
 unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA TOKENWAY_SM,$(filter CMAKE_% TOKENWAY_% SKBUILD_%,$(.VARIABLES)))
 
 # Development runs the package from the tree, the library from build/; test_wheel.sh installs.

@@ -303,7 +303,7 @@ _ON_DEVICES = {r"pass 64 bits; lower max_tokens": r"tokens has rows of 512\.0 Pi
 
 def sentence(backend: str, pattern: str) -> str:
     """What a backend's refusal must match: what tensors it takes instead is its own business."""
-    if backend.startswith("torch") and backend != "torch-emulated":
+    if backend == "fabric" or (backend.startswith("torch") and backend != "torch-emulated"):
         return pattern  # as the CPU's: host memory, NumPy's tensors
     if backend != "cpu" and pattern in _ON_DEVICES:
         return _ON_DEVICES[pattern]
