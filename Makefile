@@ -108,9 +108,9 @@ FABRIC_PY = exchange errors survival throughput collectives leases growth parts 
 test-fabric:  ## the tests of behaviour between hosts, a part of them
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
-	@$(SOME) $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
-	  -k "not threads" -m "$(if $(ALL),,not slow and )not long and not heavy"
-	@$(if $(ALL),$(SOME) $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
+	@EXAMPLES=10 $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
+	  -k "not threads and not stacked" -m "not slow and not long and not heavy"
+	@$(if $(ALL),EXAMPLES=10 $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test
