@@ -182,8 +182,7 @@ bool FabricTransport::take(int source, StepPlace at, Signal told) {
   };
   if (told.step != at.step) return store(told, 0);
   const Inbound& from = inbound_[source];
-  const std::byte* const at_block =
-      words_.of[from.mate]->data() + hosts_map_.block(at.channel, at.bank(), from.list);
+  const std::byte* const at_block = words_.of[from.mate]->data() + hosts_map_.block(at.channel, at.bank(), from.list);
   Block block;
   Block::Entry entry;
   std::memcpy(&block, at_block, sizeof block);

@@ -59,13 +59,13 @@ struct HostsMap {
 
   int hosts = 1;
   int ranks = 0;
-  int local = 1;     // the most ranks of a host
-  int lists = 0;     // the most that lie at one rank
+  int local = 1;  // the most ranks of a host
+  int lists = 0;  // the most that lie at one rank
   int channels = 0;
-  uint64_t inbox = 0;     // bytes of one message that goes out,
-  uint64_t returns = 0;   // of one that returns,
-  uint64_t staging = 0;   // and of all that a rank stages in a step
-  uint64_t in_bank = 0;   // where returns begin in the window's bank; 0: they have room of their own
+  uint64_t inbox = 0;    // bytes of one message that goes out,
+  uint64_t returns = 0;  // of one that returns,
+  uint64_t staging = 0;  // and of all that a rank stages in a step
+  uint64_t in_bank = 0;  // where returns begin in the window's bank; 0: they have room of their own
 
   // replicas: ranks that hold the same tokens, whose sums they put to each other straight.
   static HostsMap make(const Topology& topology, const WindowMap& map, int replicas) {
@@ -111,9 +111,7 @@ struct HostsMap {
   }
 
   uint64_t message() const { return std::max(inbox, returns); }
-  uint64_t block_bytes() const {
-    return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local));
-  }
+  uint64_t block_bytes() const { return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local)); }
 
   // ---- Offsets in the memory of words.
   uint64_t words_bytes() const { return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * words_bank(); }

@@ -1,5 +1,5 @@
-// Where ranks of several hosts stand, and what they have beside their windows: Topology and HostsMap against places that
-// are counted one by one, and the largest group that is planned for.
+// Where ranks of several hosts stand, and what they have beside their windows: Topology and HostsMap against places
+// that are counted one by one, and the largest group that is planned for.
 #include "layout/hosts_map.h"
 
 #include <gtest/gtest.h>
