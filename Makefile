@@ -19,8 +19,8 @@ MAKEFLAGS += --no-print-directory
 export TSAN_OPTIONS  := halt_on_error=1:second_deadlock_stack=1
 export UBSAN_OPTIONS := print_stacktrace=1
 export ASAN_OPTIONS  := detect_stack_use_after_return=1
-# What the caller's shell carries must not change what is built or tested.
-unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
+# What the caller's shell carries must not change what is built or tested, nor make each process compile PyTorch anew.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTEST_ADDOPTS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS DESTDIR
 unexport LD_PRELOAD $(filter-out TOKENWAY_CUDA TOKENWAY_SM,$(filter CMAKE_% TOKENWAY_% SKBUILD_%,$(.VARIABLES)))
 
 # Development runs the package from the tree, the library from build/; test_wheel.sh installs.
@@ -108,9 +108,9 @@ FABRIC_PY = exchange errors survival throughput collectives leases growth parts 
 test-fabric:  ## the tests of behaviour between hosts, a part of them
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
-	@$(SOME) $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
-	  -k "not threads" -m "$(if $(ALL),,not slow and )not long and not heavy"
-	@$(if $(ALL),$(SOME) $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
+	@EXAMPLES=10 $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
+	  -k "not threads and not stacked" -m "not slow and not long and not heavy"
+	@$(if $(ALL),EXAMPLES=10 $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test

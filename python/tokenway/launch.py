@@ -224,7 +224,7 @@ def launch_each(commands: Sequence[tuple[Sequence[str], dict[str, str]]]) -> int
     # What is ignored stays so: nohup.
     heeded = [number for number in _ENDS if main and signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _terminate) for number in heeded}
-    bound = partial(_die_with, os.getpid())
+    bound = partial(die_with, os.getpid())
     try:
         for command, variables in commands:
             children.append(subprocess.Popen(command, env=os.environ | variables, preexec_fn=bound))
@@ -256,7 +256,7 @@ def _terminate(number: int, _: object) -> None:
     raise _Terminated(number)
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """In a new process, before it becomes the command: the kernel kills it when the launcher's thread, which waits for
     it, ends without a word (SIGKILL)."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

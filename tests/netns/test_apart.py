@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import time
 from typing import Any
 
@@ -62,7 +63,7 @@ def close_group(env: Env) -> float:
     return time.monotonic() - begin
 
 
-def connect_by_torch(env: Env, master: str, backend: str) -> tuple[Any, str]:
+def connect_by_torch(env: Env, store: str, backend: str) -> tuple[Any, str]:
     """As a user's program does it: torch.distributed first."""
     import torch.distributed as dist
 
@@ -72,9 +73,9 @@ def connect_by_torch(env: Env, master: str, backend: str) -> tuple[Any, str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tokenway").addHandler(handler)
     logging.getLogger("tokenway").setLevel(logging.INFO)
-    dist.init_process_group("gloo", init_method=f"tcp://{master}:29871", rank=env.rank, world_size=env.nranks)
+    dist.init_process_group("gloo", init_method=store, rank=env.rank, world_size=env.nranks)
     try:
-        if backend == "shm":
+        if backend not in ("auto", "torch"):
             return caught(tw.connect, backend=backend, timeout=20), ""
         with tw.connect(backend=backend, timeout=20) as comm:
             env.comm = comm
@@ -144,14 +145,29 @@ def exchange_often(env: Env) -> int:
 
 
 def test_auto(apart) -> None:
-    """Ranks that share a host but no network are no domain of shared memory: auto takes the portable backend, and says
-    why; shared memory is refused."""
+    """Ranks that share a host but no network are no domain of shared memory: auto takes libfabric, and says why; shared
+    memory is refused."""
     made = apart(2)
-    master = made.network.hosts[0].address
-    for rank, ((backend, why), log) in enumerate(made.run(connect_by_torch, master, "auto")):
-        assert backend == "torch"
-        assert "rank 0 and rank 1 run on" in why and "in different network namespaces" in why
-        assert (f"2 ranks, backend 'torch': {why}" in log) == (rank == 0)
-    for outcome, _ in made.run(connect_by_torch, master, "shm"):
+    store = f"tcp://{made.network.hosts[0].address}"  # each time at another port: a store may outlive its group
+    for rank, ((backend, why), log) in enumerate(made.run(connect_by_torch, f"{store}:29871", "auto")):
+        assert backend == "fabric", why
+        assert "rank 0 and rank 1 run on" in why and "in different network namespaces, and libfabric joins them" in why
+        assert (f"2 ranks, backend 'fabric': {why}" in log) == (rank == 0)
+    for outcome, _ in made.run(connect_by_torch, f"{store}:29872", "shm"):
         assert outcome[0] == "twUnsupported"
         assert "in different network namespaces: the CPU backend connects ranks of one host only" in outcome[1]
+
+
+HIDE = "for file in $(ldconfig -p | sed -n 's/.*libfabric.so.1 .*=> //p'); do mount --bind /dev/null $file; done"
+
+
+def test_a_host_without_libfabric(world) -> None:
+    """auto then takes torch on all hosts, and says which rank has none; fabric is refused there and elsewhere."""
+    made = world((1, 2), "torch")
+    subprocess.run([*made.network.hosts[1].inside(), "sh", "-c", HIDE], check=True)
+    store = f"tcp://{made.network.hosts[0].address}"  # each time at another port: a store may outlive its group
+    for rank, ((backend, why), _) in enumerate(made.run(connect_by_torch, f"{store}:29871", "auto")):
+        assert backend == "torch", (rank, why)
+        assert "; not over libfabric: " in why and "libfabric" in why.split("not over libfabric: ")[1], why
+    for outcome, _ in made.run(connect_by_torch, f"{store}:29872", "fabric"):
+        assert outcome[0] == "twUnsupported" and "libfabric" in outcome[1], outcome

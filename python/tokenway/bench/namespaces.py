@@ -18,10 +18,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
-from tokenway.launch import launch_each
+from tokenway.launch import die_with, launch_each
 
 INSIDE = "TOKENWAY_NAMESPACES"  # this process has been started again where it may make them
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
@@ -120,7 +121,8 @@ class Network:
         os.close(boot)
         script = (BEGIN if len(self.spaces) > 1 else 'rm "$2"\n') + KEEP
         unshare = ["unshare", *(f"--{SPACES[space]}" for space in self.spaces)]
-        holder = subprocess.Popen([*unshare, "sh", "-c", script, "sh", link, path], stdout=subprocess.PIPE)
+        command = [*unshare, "sh", "-c", script, "sh", link, path]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=partial(die_with, os.getpid()))
         assert holder.stdout is not None
         if not holder.stdout.readline():  # it has its namespaces, or has ended
             holder.wait()

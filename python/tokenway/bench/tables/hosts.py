@@ -38,8 +38,7 @@ def _cells(row: Row, timed: list[str]) -> list[str]:
 
 
 def notes(run: Run) -> list[str]:
-    """Why ranks are connected as they are, and what a time is."""
-    told = [f"{name}: {why}" for name, why in run["why"].items()]
-    if not run["settings"]["verify_only"]:
-        told.append("a pair has a new routing; its time is that of the slowest rank, from the end of the pair before")
-    return told
+    """What a time is."""
+    if run["settings"]["verify_only"]:
+        return []
+    return ["a pair has a new routing; its time is that of the slowest rank, from the end of the pair before"]
