@@ -100,7 +100,7 @@ test-portable:  ## the tests of behaviour over the portable backend
 	  tests/py/test_collectives.py tests/py/test_row_types.py tests/py/test_growth.py tests/py/test_parts.py \
 	  tests/py/test_arena.py tests/py/test_auto.py tests/py/test_choice_values.py \
 	  tests/py/test_choice_values_refused.py tests/py/test_per_expert.py tests/py/test_per_expert_refused.py \
-	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py \
+	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py tests/py/test_domain.py \
 	  tests/py/test_balancer.py --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
 
 # Ranks of this host are split into hosts of two; then between namespaces.

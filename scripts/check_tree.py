@@ -93,8 +93,8 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     ),
     # what must every result be
     "oracle": (
-        "activation_reference collective_reference grouped_reference index_reference per_expert_reference reference "
-        "replica_reference sum_reference view_reference wire_reference",
+        "activation_reference collective_reference domain_reference grouped_reference index_reference "
+        "per_expert_reference reference replica_reference sum_reference view_reference wire_reference",
         set(),
     ),
     # what does a router choose

@@ -110,9 +110,10 @@ TW_API twResult_t twAllGatherV(twGroup_t group, const twAllGatherVInput_t* input
 
 // Sums at each rank what all ranks have for it. A step of all ranks. Output row i is the sum over ranks ascending of
 // the row i that each has for this rank: float32, from the first term on, each addition rounded to nearest even;
-// rounded once to the output's type. So results depend neither on timing nor on the backend. An output may be, in
-// place, this rank's rows of an input of its own type (host_sizes given, or twRankMajor); otherwise it must be apart
-// from all inputs and other outputs. Room and errors as twAllGatherV; after a step that failed the sums are NaN.
+// rounded once to the output's type, whatever config.domain is. So results depend neither on timing nor on the backend.
+// An output may be, in place, this rank's rows of an input of its own type (host_sizes given, or twRankMajor);
+// otherwise it must be apart from all inputs and other outputs. Room and errors as twAllGatherV; after a step that
+// failed the sums are NaN.
 TW_API twResult_t twReduceScatterV(twGroup_t group, const twReduceScatterVInput_t* input,
                                    twReduceScatterVOutput_t* output);
 

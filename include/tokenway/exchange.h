@@ -296,6 +296,9 @@ TW_API twResult_t twGroupCheckRows(twGroup_t group, const twDispatchInput_t* dis
 //   (wire_scales)
 //   tokens[t] = sum of the partials over ranks ascending: float32, rounded once to the output type; 0 if
 //   there are none. With a bias the sum begins with bias[t], in float32, so that a token without partials gets bias[t]
+// In a group with config.domain between 1 and N folds take the place of partials in that sum, over domains ascending:
+//   fold of a (token, domain) = sum of its ranks' partials over ranks ascending: float32, from the first term on,
+//   rounded once to the type that travels. A domain without a partial has no fold
 // In a group of twRowPerExpert there are no partials:
 //   row of a (token, k) = the expert's, rounded once to combine_dtype
 //   tokens[t] = sum over k ascending of [weight *] row: float32, from the first term on, multiply then add, each

@@ -106,12 +106,20 @@ typedef struct twGroupConfig {
   // (twReplicaMismatch); rows are not compared. Refused with combine_rows twRowPerExpert, and in or around an arena.
   // See twCombine.
   int32_t token_replicas;
+  // Sums by domain: a token's owner first folds the partials of each `domain` neighbouring ranks (those of rank r with
+  // the same r / domain; the last domain may be smaller), over ranks ascending, in float32, and rounds each fold once
+  // to the type that travels; then it sums the folds over domains ascending. 0..TW_MAX_RANKS; 0, 1, or at least N: the
+  // usual sum, bit for bit. It is a number that the caller gives, so bits do not depend on which ranks share a host.
+  // Of combines alone, not of twReduceScatterV. Unless it is 0, combines of twFloat8e4m3 rows and combine_rows
+  // twRowPerExpert are refused. See twCombine.
+  int32_t domain;
 } twGroupConfig_t;
 
 // clang-format off
 #define TW_GROUP_CONFIG_INIT                                                                                       \
   {sizeof(twGroupConfig_t), twLowLatency, 0, 0, 0, 0, {{twDtypeNone, 0}}, twBfloat16, 0, NULL, NULL, 1, 0, twInt32, \
-   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, twRowPerRank, 0}
+   twIdLocal, -1, 0, 0, twOverflowRefuse, 0, NULL, NULL, NULL, 0, NULL, 0, 0, 0, NULL, NULL, 0, 0, twRowPerRank, 0, \
+   0}
 // clang-format on
 
 // How a rank knows that NVLink joins its device to all others of a group, which LL128 packets need; the weakest of what
@@ -147,6 +155,7 @@ typedef struct {
   twHandles_t handles;     // how this rank has the windows of ranks in other processes; the weakest of all
   int32_t refusal;         // the driver's CUresult where fabric handles were refused, by this rank's driver or a peer's
   int32_t token_replicas;  // R; 1: there are none
+  int32_t domain;          // as it was given
 } twGroupInfo_t;
 
 // What a group shall have room for; 0: what it has now.

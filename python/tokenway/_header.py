@@ -133,6 +133,7 @@ class GroupConfig(Struct):
         ("low_latency_tokens", c_int32),
         ("combine_rows", c_int),
         ("token_replicas", c_int32),
+        ("domain", c_int32),
     ]
 
 
@@ -180,6 +181,7 @@ class GroupInfo(Struct):
         ("handles", c_int),
         ("refusal", c_int32),
         ("token_replicas", c_int32),
+        ("domain", c_int32),
     ]
 
 

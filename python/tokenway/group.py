@@ -85,6 +85,9 @@ class Group(Calls, _native.Shared):
     and results have the T rows of a set; of these each rank sends its share, T / R, and all R get every result. B and
     bounds are of shares: T is at most R * B. Ranks whose ids or weights differ within a set get ReplicaMismatch, on
     all ranks, in the combine (docs/GUIDE.md, «Token replicas»).
+    domain: partials of as many neighbouring ranks (of rank // domain) are folded, in float32, and rounded to
+    combine_dtype before the owner sums the folds, domains ascending. 0 (default), 1, at least as many as there are
+    ranks: the usual sum. Not with combine_rows="per_expert" or rows of fp8 (docs/GUIDE.md, «Sums by domain»).
 
     arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
     shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,
@@ -129,6 +132,7 @@ class Group(Calls, _native.Shared):
         low_latency_tokens: int | None = None,
         combine_rows: str = "per_rank",
         token_replicas: int = 1,
+        domain: int = 0,
         arena: Group | None = None,
         room_for: Sequence[Mapping[str, Any]] = (),
     ):
@@ -159,6 +163,7 @@ class Group(Calls, _native.Shared):
             low_latency_tokens=low_latency_tokens,
             combine_rows=combine_rows,
             token_replicas=token_replicas,
+            domain=domain,
             room_for=room_for,
         )
         pointer = c_void_p()
@@ -191,8 +196,7 @@ class Group(Calls, _native.Shared):
         self._maps = Maps(native, settings.placement, shape.experts)
         self.moving = Moving(native, self._maps, info.lanes, blocks)  # maps that all ranks take over in one dispatch
         self._window_bytes: int = info.window_bytes
-        self.rank = shape.rank
-        self.nranks = shape.nranks
+        self.rank, self.nranks = shape.rank, shape.nranks
         self.comm_ranks: list[int] = list(info.comm_ranks[: info.nranks])
         self.experts = shape.experts
         self.top_k = shape.top_k
@@ -202,9 +206,8 @@ class Group(Calls, _native.Shared):
         self.dtype = shape.dtype
         self.combine_hidden = shape.combine_hidden
         self.combine_dtype = shape.combine_dtype
-        self.id_dtype = shape.id_dtype
-        self.mode = shape.mode
-        self.token_replicas = info.token_replicas
+        self.id_dtype, self.mode = shape.id_dtype, shape.mode
+        self.token_replicas, self.domain = info.token_replicas, info.domain
         self.exact = shape.exact  # high throughput alone: outputs are as large as what comes
         self.low_latency_tokens = shape.low_latency_tokens  # 0 unless the mode is "auto"
         self.max_recv_rows = shape.max_recv_rows  # of a step

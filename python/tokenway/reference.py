@@ -29,6 +29,7 @@ from tokenway.activation_reference import swiglu as swiglu
 from tokenway.activation_reference import swiglu_backward as swiglu_backward
 from tokenway.collective_reference import all_gatherv as all_gatherv
 from tokenway.collective_reference import reduce_scatterv as reduce_scatterv
+from tokenway.domain_reference import by_domain, folds
 from tokenway.index_reference import index_capacity as index_capacity
 from tokenway.index_reference import index_lists as index_lists
 from tokenway.per_expert_reference import combine_per_expert as combine_per_expert
@@ -146,7 +147,7 @@ class Exchange:
     received ids for no expert, an expert that lives elsewhere (local only), and empty rows.
     For the exact layouts, flat and grouped: max_recv_tokens rows are all that a rank receives, those
     of the last sources are dropped (None: no limit); experts' rows begin at multiples of alignment, which may
-    be one for each rank.
+    be one for each rank. domain: ranks whose partials a combine folds (domain_reference.py); 0: none.
     """
 
     ids: Sequence[Array]
@@ -158,6 +159,7 @@ class Exchange:
     invalid_id: int = -1
     max_recv_tokens: int | None = None
     alignment: int | Sequence[int] = 1
+    domain: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no implementation accepts."""
@@ -398,9 +400,9 @@ def combine(
     [P, H] (grouped), float32, bfloat16 or float16; rows beyond the counts are not read. `wire` is the dtype that
     travels, float8_e4m3fn too (`scale`: wire_reference.py), `out` the result's; both default to that of the rows.
 
-    A token's partials are added over its ranks ascending, in float32, and rounded once to `out`; a token without
-    experts gives zeros. bias: per owner [T, H], float32 or of dtype `out`, the first term of each sum, or None; so a
-    token without experts gives its bias.
+    A token's partials are added over its ranks ascending, in float32, and rounded once to `out`; where x has domains,
+    their folds over domains ascending. A token without experts gives zeros. bias: per owner [T, H], float32 or of dtype
+    `out`, the first term of each sum, or None; so a token without experts gives its bias.
     """
     wire, out = rows[0].dtype if wire is None else wire, rows[0].dtype if out is None else out
     for name, dtype in (("rows", rows[0].dtype), ("wire", wire), ("out", out)):
@@ -411,9 +413,14 @@ def combine(
             part = partial_rows(x, r, owner, rows[r], layout=layout, weighting=weighting)
             yield np.flatnonzero(x.routing[owner].goes[:, r])[: len(part)], travelled(part, wire, scale)
 
+    def summed(owner: int) -> Iterable[tuple[Array, Array]]:
+        if not by_domain(x.domain, x.ranks):
+            return terms(owner)
+        return folds((len(x.ids[owner]), rows[0].shape[-1]), terms(owner), x.domain, wire)
+
     owners = range(x.ranks) if owners is None else owners
     first = [None] * x.ranks if bias is None else bias
-    return [ordered_sum((len(x.ids[o]), rows[0].shape[-1]), terms(o), first[o]).astype(out) for o in owners]
+    return [ordered_sum((len(x.ids[o]), rows[0].shape[-1]), summed(o), first[o]).astype(out) for o in owners]
 
 
 @np.errstate(all="ignore")

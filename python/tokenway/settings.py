@@ -141,6 +141,7 @@ class Settings(RowType):
     low_latency_tokens: int | None = None
     combine_rows: str = "per_rank"
     token_replicas: int = 1
+    domain: int = 0
     room_for: Sequence[Mapping[str, Any]] = ()
 
     def others(self) -> list[Settings]:
@@ -229,6 +230,7 @@ def make_config(settings: Settings) -> tuple[_header.GroupConfig, Any]:
     if settings.low_latency_tokens is not None:
         config.low_latency_tokens = _native.fit_given("low_latency_tokens", settings.low_latency_tokens)
     config.token_replicas = _native.fit_given("token_replicas", settings.token_replicas)
+    config.domain = _native.fit("domain", settings.domain)
     config.overflow = named("overflow", settings.overflow, _header.OVERFLOWS)
     config.combine_rows = named("combine_rows", settings.combine_rows, _header.COMBINE_ROWS)
     if settings.row_alignment is not None:

@@ -167,6 +167,10 @@ Status check_named_rows(const twGroup& group, const twCombineInput_t& input, Com
     rows->elements = type.elements;
   }
   TW_RETURN_IF_FAILED(check_scales(input, type.dtype));
+  if (const int32_t domain = group.config.given.domain; domain > 0 && type.dtype == twFloat8e4m3) {
+    return fail(twInvalidArgument, "{} is {}; in a group whose {} is {} it must be float32, bfloat16 or float16",
+                Argument("input.wire_dtype"), dtype_text(type.dtype), Argument("config.domain"), domain);
+  }
   if (own) return {};
   rows->scales = input.wire_scales;
   rows->scale = input.wire_scale;

@@ -141,6 +141,7 @@ twResult_t twGroupInfo(twGroup_t group, twGroupInfo_t* info) {
     known.handles = links.handles;
     known.refusal = links.refusal;
     known.token_replicas = group->context.replicas.size;
+    known.domain = group->config.given.domain;
     std::copy(group->members.begin(), group->members.end(), known.comm_ranks);
     return tw::api::write_struct("info", known, info);
   });

@@ -40,6 +40,7 @@ struct Context {
   Placement placement{};
   int32_t local_experts = 0;
   ReplicaSet replicas;  // the ranks that hold the same tokens as this one
+  Domains domains;      // whose partials are folded before they are summed
   IdStyle ids;
   uint32_t first_step = 0;
   // Other maps of the window that views may be of: those before each growth, also of the groups that share it.

@@ -191,6 +191,16 @@ Status check_token_replicas(int32_t ranks, twGroupConfig_t* given) {
               Value(given->token_replicas), ranks);
 }
 
+// Checks how many ranks' partials are folded. More ranks than there are is no error: survivors keep the settings of a
+// larger group.
+Status check_domain(const twGroupConfig_t& given) {
+  constexpr Argument kField("config.domain");
+  TW_RETURN_IF_FAILED(check_range(kField, given.domain, 0, TW_MAX_RANKS));
+  if (given.domain == 0 || given.combine_rows == twRowPerRank) return {};
+  return fail(twInvalidArgument, "{} is {}; with {} of {} it must be 0, as there rows return and no partials", kField,
+              Value(given.domain), Argument("config.combine_rows"), TW_CONSTANT(twRowPerExpert));
+}
+
 // What a bank must have room for so that a set shares its sums, whatever rows a call has: what is a byte on the wire
 // may be a float32 in the output.
 uint64_t sharing_bytes(const twGroupConfig_t& given, const Shape& shape) {
@@ -273,6 +283,7 @@ void each_shared_field(const GroupConfig& config, Visit&& visit) {
   visit("config.low_latency_tokens", given.low_latency_tokens);
   visit("config.combine_rows", given.combine_rows);
   visit("config.token_replicas", given.token_replicas);
+  visit("config.domain", given.domain);
   visit("config.placement", placement.given);
   visit("config.placement->num_layers", placement.layers);
   visit("config.placement->num_slots", placement.slots);
@@ -358,6 +369,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
     return fail(twInvalidArgument, "{} is {}; with {} of {} it must be 1", Argument("config.token_replicas"),
                 Value(given.token_replicas), Argument("config.combine_rows"), TW_CONSTANT(twRowPerExpert));
   }
+  TW_RETURN_IF_FAILED(check_domain(given));
   shape.max_tokens = given.max_tokens;
   shape.channels = given.lanes;
   TW_RETURN_IF_FAILED(check_payloads(given, &shape));

@@ -39,6 +39,7 @@ tw::Context make_context(const tw::GroupConfig& config, const std::vector<tw::Ex
   context.placement = {config.expert_rank.data(), config.expert_slot.data()};
   context.local_experts = config.local_experts[rank];
   context.replicas = tw::ReplicaSet::of(config.given.token_replicas, rank);
+  context.domains = tw::Domains::make(config.given.domain, config.shape().ranks);
   context.ids = {config.given.id_dtype, config.given.id_space, config.given.invalid_id};
   context.first_step = config.first_step;
   if (in == nullptr) return context;

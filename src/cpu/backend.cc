@@ -15,6 +15,7 @@
 #include "cpu/gathered.h"
 #include "cpu/grouped.h"
 #include "cpu/loads.h"
+#include "cpu/returned.h"
 #include "cpu/sharing.h"
 #include "cpu/staged.h"
 #include "cpu/transport.h"
@@ -35,7 +36,7 @@ class CpuBackend : public Backend {
       : Backend(*init.context),
         owned_(std::move(transport)),
         transport_(*owned_),
-        partial_(shape().most_combine_bytes()),
+        partial_(scratch_bytes(shape(), context_.domains)),
         next_(std::max(1, context_.local_experts)),
         counts_(context_.map.shape().ranks),
         choices_(context_.map.shape().ranks),
@@ -158,18 +159,7 @@ class CpuBackend : public Backend {
       if (counts_[peer] != 0) end = {twCallMismatch, peer, {}, static_cast<uint32_t>(call.bound)};
     }
     if (end.code == twSuccess) {
-      const RowTypes types{call.sent.wire, call.out_dtype, call.sent.elements, false, call.sent.scale, call.bias};
-      const auto own_row = [&](int32_t slot) { return call.keep_own ? call.rows.at(context_.me, slot) : nullptr; };
-      if (rows.per_expert != 0) {
-        receive_choices(transport_, call.sent.map, call.at, context_.placement, routing, part, types, call.weights,
-                        call.out, call.out_stride, sum_rows);
-      } else {
-        receive_combine(transport_, call.sent.map, call.at, routing, part, types, own_row, call.out, call.out_stride,
-                        call.sent.scales == twScalesNone ? sum_rows : sum_of_fp8);
-      }
-      if (call.sent.values) {
-        take_choice_values(transport_, call.sent.map, call.at, context_.placement, routing, part, call.values.out);
-      }
+      sum_returned(transport_, context_, call, routing, part, partial_.data());
     } else {
       spoil(call, routing);
     }
@@ -211,7 +201,7 @@ class CpuBackend : public Backend {
   MapVersion version(int32_t channel) override { return loads_.version(channel); }
 
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override {
-    next_partial_.resize(grown->shape().most_combine_bytes());
+    next_partial_.resize(scratch_bytes(grown->shape(), context_.domains));
     return transport_.prepare_growth(init, *grown);
   }
   void end_growth(bool grown, bool /*certain*/) override {
@@ -370,7 +360,7 @@ class CpuBackend : public Backend {
 
   std::shared_ptr<T> owned_;
   T& transport_;
-  std::vector<std::byte> partial_;       // one combined row
+  std::vector<std::byte> partial_;       // scratch_bytes
   std::vector<std::byte> next_partial_;  // that of a larger group, while it is prepared
   std::vector<int32_t> next_;            // [L]
   std::vector<int32_t> counts_;          // [N]

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "exchange/domains.h"
 #include "exchange/routing.h"
 #include "exchange/step.h"
 
@@ -122,10 +123,19 @@ void send_combine(T& t, const WindowMap& map, StepPlace at, const Received& rece
   publish_step(t, map, at, Mode::kCombine, note, [&](int peer) { return counts[peer]; });
 }
 
+// Gives a partial that came back for a token of a part. `own_row(slot)` says where this rank's own partial of a slot
+// was kept, NULL if it was put into the inbox like the others.
+template <Transport T, class OwnRow>
+[[gnu::always_inline]] inline const void* returned_row(T& t, const WindowMap& map, StepPlace at, const Part& part,
+                                                       int32_t token, int32_t position, const Destination& from,
+                                                       OwnRow&& own_row) {
+  const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
+  return own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
+}
+
 // Sums what came back for a part, over ranks ascending (the order of positions), behind the token's bias if there is
 // one; rows that were not sent do not count.
-// Needs a successful await_step. `own_row(slot)` says where this rank's own partial of a slot was kept, NULL if it was
-// put into the inbox like the others.
+// Needs a successful await_step. own_row: as in returned_row.
 template <Transport T, class OwnRow, class Sum>
 void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const Part& part,
                      const RowTypes& types, OwnRow&& own_row, std::byte* out, int64_t out_stride, Sum&& sum) {
@@ -133,10 +143,30 @@ void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& ro
   for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
     int32_t count = 0;
     each_returning(routing, {token, token + 1}, [&](int32_t, int32_t position, const Destination& from) {
-      const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
-      rows[count++] = own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
+      rows[count++] = returned_row(t, map, at, part, token, position, from, own_row);
     });
     sum(out + token * out_stride, rows, nullptr, count, types.of(token));
+  }
+}
+
+// The same by domain: folds, which are rounded to the type that travels, are summed over domains ascending. `folds`:
+// room for Domains::most_folds(fan_out) rows.
+template <Transport T, class OwnRow, class Sum>
+void receive_folds(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const Part& part,
+                   const RowTypes& types, const Domains& domains, OwnRow&& own_row, std::byte* out, int64_t out_stride,
+                   Sum&& sum, std::byte* folds) {
+  const RowTypes travels{types.from, types.from, types.elements, false};
+  const auto fold = [&](std::byte* to, const void* const* rows, int count) { sum(to, rows, nullptr, count, travels); };
+  const void* rows[TW_MAX_TOP_K];
+  int32_t ranks[TW_MAX_TOP_K];
+  for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
+    int32_t count = 0;
+    each_returning(routing, {token, token + 1}, [&](int32_t, int32_t position, const Destination& from) {
+      ranks[count] = from.rank;
+      rows[count++] = returned_row(t, map, at, part, token, position, from, own_row);
+    });
+    const int32_t folded = fold_terms(domains, rows, ranks, count, folds, map.shape().combine_bytes, fold);
+    sum(out + token * out_stride, rows, nullptr, folded, types.of(token));
   }
 }
 

@@ -163,6 +163,7 @@ class Side {
   float local_sum(int source, int token, int rank, int64_t i) const;
   float partial(int token, int rank, int64_t i, bool* any) const;
   void add_choices(int token, int64_t i, Total* total) const;
+  void add_partials(int token, int64_t i, Total* total) const;
   void expect_rank_major() const;
   void expect_expert_major() const;
   void expect_payload(int64_t row, int source, int token) const;

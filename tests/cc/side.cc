@@ -230,6 +230,21 @@ void Side::add_choices(int token, int64_t i, Total* total) const {
   }
 }
 
+// Adds what the owner sums of an element where a partial of each rank returns: these or, by domain, their folds.
+void Side::add_partials(int token, int64_t i, Total* total) const {
+  const int domain = world_.config.domain < world_.size() ? world_.config.domain : 0;
+  Total fold;
+  for (int rank = 0; rank < world_.size(); ++rank) {
+    bool any = false;
+    const float term = partial(token, rank, i, &any);
+    if (any) (domain > 0 ? fold : *total).add(term);
+    const bool last = domain > 0 && (rank % domain == domain - 1 || rank + 1 == world_.size());
+    if (!last || fold.empty()) continue;
+    total->add(rounded(world_.config.combine_dtype, fold.value()));
+    fold = {};
+  }
+}
+
 void Side::expect_tokens() const {
   const int64_t elements = world_.config.combine_elements;
   const int bytes = float_bytes(style_.out);
@@ -237,12 +252,7 @@ void Side::expect_tokens() const {
     for (int64_t i = 0; i < elements; ++i) {
       Total total;
       if (!bias_.empty()) total.add(bias_[token * elements + i]);
-      if (world_.config.combine_rows == twRowPerExpert) add_choices(token, i, &total);
-      for (int rank = 0; rank < world_.size() && world_.config.combine_rows == twRowPerRank; ++rank) {
-        bool any = false;
-        const float term = partial(token, rank, i, &any);
-        if (any) total.add(term);
-      }
+      world_.config.combine_rows == twRowPerExpert ? add_choices(token, i, &total) : add_partials(token, i, &total);
       uint32_t want = 0;
       uint32_t got = 0;
       store(style_.out, &want, 0, total.value());

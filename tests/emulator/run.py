@@ -40,14 +40,14 @@ FILES = (
     *("collective_errors", "properties", "rounds", "routing_layout", "survival", "views", "versions", "arguments"),
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
-    *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias"),
+    *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias", "domain"),
     *("straight", "fp8_combine", "token_replicas", "by_capacity"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")
 STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
-    *("row_types", "auto", "choice_values", "per_expert", "bias", "loads"),
+    *("row_types", "auto", "choice_values", "per_expert", "bias", "domain", "loads"),
 )
 NOTHING = "CUDA's headers or Boost.Context are missing"
 

@@ -32,6 +32,7 @@ from bias import BIAS
 from choice_values import CHOICE_VALUES
 from collectives import COLLECTIVES
 from counts import COUNTS
+from domain import DOMAIN
 from engine import ENGINE_MUTATIONS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
@@ -65,6 +66,7 @@ ALL = (
     + APART
     + GIVING_UP
     + PER_EXPERT
+    + DOMAIN
     + TOKEN_REPLICAS
     + STRAIGHT_MUTATIONS
     + MOVING_MUTATIONS

@@ -1,8 +1,7 @@
 """Cases: what a group is made of and what its ranks exchange, as data that prints and shrinks.
 
-Everything follows from seeds, so a rank makes its own inputs and the test makes those of all. Every
-(token, expert) pair has an answer of its own: `answers` is an affine map that differs per expert,
-in operations that NumPy rounds alike everywhere.
+Everything follows from seeds, so a rank makes its own inputs and the test makes those of all. Every (token, expert)
+pair has an answer of its own: `answers` is an affine map that differs per expert, which NumPy rounds alike everywhere.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ class Setup:
     wire_scale: float | None = None
     combine_rows: str = "per_rank"
     token_replicas: int = 1  # ranks of a set have the same tokens in each round
+    domain: int = 0
     # Experts in several slots, which expert_map then places.
     slot_expert: tuple[int, ...] | None = None
     policy: str = "round_robin"
@@ -406,6 +406,7 @@ def exchange_of(setup: Setup, round_: Round) -> ref.Exchange:
         invalid_id=setup.invalid_id,
         max_recv_tokens=room if setup.overflow == "drop" and round_.exact else None,
         alignment=[round_.alignment(r) or setup.row_alignment or 1 for r in range(setup.ranks)],
+        domain=setup.domain,
     )
 
 

@@ -1,16 +1,18 @@
-// Combine whose sums start from rows of the caller: the half of the step that waits for rows and sums them, of combines
-// per rank and per expert. Takes BiasParams; gives each token's sum in the caller's output. combine/fp8.cu has the same
-// for rows of e4m3, and any combine's kernel has sent the rows, this rank's own too: they are in its inbox.
+// Combine whose sums start from rows of the caller, or are by domain: the half of the step that waits for rows and sums
+// them, of combines per rank and per expert. Takes BiasParams or DomainParams; gives each token's sum in the caller's
+// output. combine/fp8.cu has the same for rows of e4m3 with a bias, and any combine's kernel has sent the rows, this
+// rank's own too: they are in its inbox.
 //
 // One kernel serves all types, layouts and ways that rows come in, for it sums tiles by the geometry of packets,
 // whatever its terms are. A kernel for each type, and one launch for the step, would be faster, by a launch and a wait
-// with few tokens; they would take seconds more to compile. (Not measured yet.)
+// with few tokens; they would take seconds more to compile. (Not measured yet.) Sums by domain are an instance of their
+// own, so that those with a bias alone do not carry folds.
 //
 // The bias may lie where the sums go: each thread writes the elements alone that it has read before, and no two make
 // the same sum.
 //
-// What breaks if this changes: S4 (chunks or flags), S9 (the bias first, then ranks or k ascending), and that a thread
-// stores the elements whose bias it has loaded.
+// What breaks if this changes: S4 (chunks or flags), S9 (the bias first, then ranks or k or domains ascending; which
+// terms a fold has, and that it is rounded), and that a thread stores the elements whose bias it has loaded.
 #include "cuda/launch/bias.h"
 
 #include <cuda_runtime.h>
@@ -100,22 +102,48 @@ __device__ inline Two expect_terms_of(const Sum& s, const Listed& of, const Tile
   return two;
 }
 
-// Sums up to kGroups groups of a token. `fan`: its terms, per rank; `first`: the first of them. False if packets did
-// not come.
-__device__ bool sum_from_bias(const Sum& s, const BiasParams& q, int token, int fan, const Listed& first,
-                              const Tile& tile) {
+// Rounds to the type that travels.
+__device__ inline Quad round_to(twDtype_t wire, const Quad& quad) {
+  return wire == twFloat32 ? quad : widen_word(wire, narrow_word(wire, quad));
+}
+
+// The fold of the domain whose terms come, and the sum behind those before; alike in all threads of a warp but for the
+// words.
+struct Fold {
+  Quad words[kGroups][2];
+  int32_t domain;  // -1: there was no term
+  bool begun;      // the sum has a term
+};
+// Adds the fold to the sum, rounded: the sum's next term.
+__device__ inline void end_fold(twDtype_t wire, Fold* fold, Quad (&sum)[kGroups][2]) {
+  if (fold->domain < 0) return;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    add(&sum[g][0], round_to(wire, fold->words[g][0]), !fold->begun);
+    add(&sum[g][1], round_to(wire, fold->words[g][1]), !fold->begun);
+  }
+  fold->begun = true;
+}
+
+// Sums up to kGroups groups of a token. `fan`: its terms, per rank; `first`: the first of them. `kFolds`: by `domains`,
+// perhaps without a bias. False if packets did not come.
+template <bool kFolds>
+__device__ bool sum_from_bias(const Sum& s, const BiasParams& q, Domains domains, int token, int fan,
+                              const Listed& first, const Tile& tile) {
   const CombineParams& p = s.p;
   const ChoicesParams& c = q.call;
   const int most = p.group.map.shape().per_expert != 0 ? p.group.map.shape().top_k : fan;
+  const bool biased = !kFolds || q.bias.rows != nullptr;
   const std::byte* const bias = q.bias.rows + token * q.bias.stride;
   Quad sum[kGroups][2] = {};
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const uint32_t w = first_word(tile.begin + g);
-    if (tile.begin + g >= tile.end) continue;
+    if (!biased || tile.begin + g >= tile.end) continue;
     if (w < p.tiles.words) sum[g][0] = load_bias(q, bias, w);
     if (w + 1 < p.tiles.words && !is_flag()) sum[g][1] = load_bias(q, bias, w + 1);
   }
+  Fold fold{{}, -1, biased};
   Parts<kTerms, kGroups> parts;
   parts.cover(p.tiles, tile);
 #pragma unroll 1
@@ -132,20 +160,28 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, int token, int 
       }
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
+        const bool begins = kFolds && two.here[t] && domains.of(two.rank[t]) != fold.domain;
+        if (begins) {
+          end_fold(p.wire_dtype, &fold, sum);
+          fold.domain = domains.of(two.rank[t]);
+        }
+        Quad(&to)[kGroups][2] = kFolds ? fold.words : sum;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           if (!two.here[t] || tile.begin + g >= tile.end) continue;
-          add_word(c, &sum[g][0], parts.value[g][t].a, two.weight[t], false);
-          add_word(c, &sum[g][1], parts.value[g][t].b, two.weight[t], false);
+          add_word(c, &to[g][0], parts.value[g][t].a, two.weight[t], begins);
+          add_word(c, &to[g][1], parts.value[g][t].b, two.weight[t], begins);
         }
       }
     }
   }
+  if (kFolds) end_fold(p.wire_dtype, &fold, sum);
   store_sums(p, token, tile, sum);
   return true;
 }
 
-__device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
+template <bool kFolds>
+__device__ void sum_all_from_bias(const Sum& s, const BiasParams& q, Domains domains) {
   const CombineParams& p = s.p;
   const bool per_rank = p.group.map.shape().per_expert == 0;
   const Shares shares = received_shares(p.roles);
@@ -165,20 +201,28 @@ __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q) {
 #pragma unroll 1
     for (uint32_t begin = tile.begin; begin < tile.end && here; begin += kGroups) {
       const Tile groups{tile.number, begin, min(tile.end, begin + kGroups), 1};
-      here = sum_from_bias(s, q, token, terms.fan, first, groups);
+      here = sum_from_bias<kFolds>(s, q, domains, token, terms.fan, first, groups);
     }
     if (!here) give_up_token(s, token);
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) bias_kernel(const __grid_constant__ BiasParams q) {
+template <bool kFolds>
+__device__ inline void make_sums(const BiasParams& q, Domains domains) {
   const CombineParams& p = q.call.call;
   Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
   await_earlier();
   if (!begin_sums(&s)) return;
   conclude_step(s, [&] {
-    if (s.sums()) sum_all_from_bias(s, q);
+    if (s.sums()) sum_all_from_bias<kFolds>(s, q, domains);
   });
+}
+
+__global__ void __launch_bounds__(kThreads, 1) bias_kernel(const __grid_constant__ BiasParams q) {
+  make_sums<false>(q, {});
+}
+__global__ void __launch_bounds__(kThreads, 1) domains_kernel(const __grid_constant__ DomainParams q) {
+  make_sums<true>(q.sums, q.domains);
 }
 
 }  // namespace
@@ -188,8 +232,15 @@ int launch_bias(const BiasParams& params, void* stream) {
   return launch_kernel(bias_kernel, params, p.roles.grid(), p.at.bytes, false, stream);
 }
 
+int launch_domains(const DomainParams& params, void* stream) {
+  const CombineParams& p = params.sums.call.call;
+  return launch_kernel(domains_kernel, params, p.roles.grid(), p.at.bytes, false, stream);
+}
+
 int load_bias_kernels(const Shape& shape) {
-  return allow_shared(reinterpret_cast<const void*>(bias_kernel), CombineScratch::make(shape).bytes);
+  const uint32_t bytes = CombineScratch::make(shape).bytes;
+  const int error = allow_shared(reinterpret_cast<const void*>(bias_kernel), bytes);
+  return error != 0 ? error : allow_shared(reinterpret_cast<const void*>(domains_kernel), bytes);
 }
 
 }  // namespace tw::cuda

@@ -340,12 +340,15 @@ Fp8Params fp8_of(const CombineCall& call, const CombineParams& p) {
 
 }  // namespace
 
-// Launches the half of a combine that sums, from rows of the caller.
-Status NvlinkBackend::run_bias(const CombineCall& call, const ChoicesParams& choices) {
+// Launches the half of a combine that sums, where a kernel sums alone.
+Status NvlinkBackend::run_sums(const CombineCall& call, const ChoicesParams& choices) {
   const CombineParams& p = choices.call;
   const Bias& from = call.bias;
   const bool fits = width_of({address_of(from.data), static_cast<uint64_t>(from.stride)}) == 16;
-  const BiasRows bias{from.data + p.part.first_token * from.stride, from.stride, from.dtype, fits ? 1 : 0};
+  const std::byte* const first = from.data == nullptr ? nullptr : from.data + p.part.first_token * from.stride;
+  const BiasRows bias{first, from.stride, from.dtype, fits ? 1 : 0};
+  const Domains& domains = context_.domains;
+  if (domains.fold()) return launched("sums by domain", launch_domains({{choices, bias}, domains}, call.stream));
   if (call.sent.scales == twScalesNone) return launched("sums from a bias", launch_bias({choices, bias}, call.stream));
   return launched("sums from a bias", launch_fp8_bias({fp8_of(call, p), bias}, call.stream));
 }
@@ -373,8 +376,8 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   if (p.expert_major && send && !placed) TW_RETURN_IF_FAILED(run_places(call, budget, handle));
   p.weighted = call.weighted;
   p.plain = !p.expert_major && !p.weighted && call.rows_dtype == call.sent.wire;
-  const bool biased = call.bias.data != nullptr;  // then a kernel of its own sums what this rank has sent to itself too
-  p.own_direct = call.apart && staged_ == nullptr && !biased;
+  const bool alone = sums_alone(call);
+  p.own_direct = call.apart && staged_ == nullptr && !alone;
   p.late_signal = call.in_window;
   p.rows_dtype = call.rows_dtype;
   p.wire_dtype = call.sent.wire;
@@ -398,13 +401,13 @@ Status NvlinkBackend::run_combine(const CombineCall& call, HandleArrays& handle,
   p.packets = PacketsAt::make(call.sent.map, p.channel);
   if (rows.per_expert != 0) return run_choices(call, budget, p, early);
   // Where sums overwrite rows, all rows are sent before the first sum.
-  const bool twice = send && receive && (biased || (!call.apart && !call.in_window));
+  const bool twice = send && receive && (alone || (!call.apart && !call.in_window));
   const bool fp8 = call.sent.scales != twScalesNone;
   if (fp8) fit_fp8(call, &p);
   (fp8 ? plan_fp8 : plan_combine)(budget, rows, {!twice, call.parts > 1}, &p);
   if (p.part.skips) p.rehearses = 0;  // it would come before the step that is left out has ended
   const auto launch = [&]() -> Status {
-    if (biased && p.receive) return run_bias(call, {p, nullptr, 0, 0});
+    if (alone && p.receive) return run_sums(call, {p, nullptr, 0, 0});
     if (fp8)
       return launched("a combine of fp8", launch_combine_fp8(fp8_of(call, p), p.roles.grid(), early, call.stream));
     return launched("a combine", launch_combine(p, p.roles.grid(), early, call.stream));

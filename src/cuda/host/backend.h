@@ -192,7 +192,9 @@ class NvlinkBackend : public Backend {
   Status part_of(const CombineCall& call, const HandleArrays& handle, bool send, CombineParams* params);
   Status run_combine(const CombineCall& call, HandleArrays& handle, bool send, bool receive);
   Status run_choices(const CombineCall& call, const Budget& budget, const CombineParams& params, bool early);
-  Status run_bias(const CombineCall& call, const ChoicesParams& choices);
+  Status run_sums(const CombineCall& call, const ChoicesParams& choices);
+  // Whether a kernel of its own sums what this rank has sent to itself too (cuda/launch/bias.h).
+  bool sums_alone(const CombineCall& call) const { return call.bias.data != nullptr || context_.domains.fold(); }
   Status run_collective(const CollectiveCall& call, bool send, bool receive);
   Status run_sharing(const SharingCall& call, HandleArrays& handle, bool send, bool receive);
   // Makes the digest of a routing that nothing has read before.

@@ -34,8 +34,8 @@ Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget,
   c.weight_stride = call.weights.stride;
   const int32_t most = std::min(c.call.group.packet_tokens, kMostChoicePackets);
   c.packets = staged_ == nullptr && call.parts == 1 && most > 0 && call.bound <= most ? 1 : 0;
-  const bool biased = call.bias.data != nullptr;
-  const bool twice = c.call.send != 0 && c.call.receive != 0 && (biased || (!call.apart && !call.in_window));
+  const bool alone = sums_alone(call);
+  const bool twice = c.call.send != 0 && c.call.receive != 0 && (alone || (!call.apart && !call.in_window));
   plan_choices(budget, rows, c.packets != 0, !twice, &c.call);
   if (twice) {
     c.call.receive = 0;
@@ -43,7 +43,7 @@ Status NvlinkBackend::run_choices(const CombineCall& call, const Budget& budget,
     c.call.send = 0;
     c.call.receive = 1;
   }
-  if (biased && c.call.receive != 0) return run_bias(call, c);
+  if (alone && c.call.receive != 0) return run_sums(call, c);
   return launched("a combine per expert", launch(c, early, call.stream));
 }
 

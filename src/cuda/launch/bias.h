@@ -1,8 +1,9 @@
-// Sums that start from rows of the caller (twCombineInput_t.bias): what their kernels take by value, and the launches.
+// Sums that start from rows of the caller (twCombineInput_t.bias), and sums by domain (twGroupConfig_t.domain): what
+// their kernels take by value, and the launches.
 //
 // Rows are sent as ever, by the kernels of any combine. These kernels are the other half of the step, which waits and
-// sums. They are apart, so that those of combines without a bias keep their parameters: 40 bytes more took a pair of
-// one token 1.4 % longer.
+// sums. They are apart, so that those of other combines keep their parameters: 40 bytes more took a pair of one token
+// 1.4 % longer.
 //
 // What breaks if this changes: `call` must be as for the launch that sent, but with `receive` alone: owner and senders
 // agree by it where rows are (S4, S10).
@@ -10,6 +11,7 @@
 
 #include "cuda/launch/choices.h"
 #include "cuda/launch/combine.h"
+#include "exchange/domains.h"
 
 namespace tw::cuda {
 
@@ -25,6 +27,11 @@ struct BiasParams {
   ChoicesParams call;
   BiasRows bias;
 };
+// Of combines per rank, with or without a bias: rows NULL.
+struct DomainParams {
+  BiasParams sums;
+  Domains domains;
+};
 struct Fp8BiasParams {
   Fp8Params call;
   BiasRows bias;
@@ -32,6 +39,7 @@ struct Fp8BiasParams {
 
 // Launch the blocks of the combine's roles. A cudaError_t comes back as int.
 int launch_bias(const BiasParams& params, void* stream);
+int launch_domains(const DomainParams& params, void* stream);
 int launch_fp8_bias(const Fp8BiasParams& params, void* stream);
 
 }  // namespace tw::cuda
