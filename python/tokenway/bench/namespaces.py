@@ -92,8 +92,8 @@ class Host:
 
 
 class Network:
-    """Hosts of so many ranks, host by host, that reach each other until a link is cut. This process is beside them, at an
-    address of its own.
+    """Hosts of so many ranks, host by host, that reach each other until a link is cut. This process is beside them, at
+    an address of its own.
 
     whole: each has a name, mounts and a boot of its own besides. Raises CalledProcessError or OSError where that cannot
     be had.
