@@ -74,9 +74,10 @@ class CpuBackend : public Backend {
     const RowTypes types{call.rows_dtype, call.sent.wire, call.sent.elements, call.weighted, call.sent.scale};
     const bool values = call.sent.values;
     const Shape& rows = call.sent.map.shape();
+    const Folding folding{call.sent.map, {call.sent.wire, call.sent.wire, call.sent.elements, false}, values};
     transport_.begin(call.at,
                      {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0), 0,
-                      Area::kReturns},
+                      folds_between(transport_, context_.domains) ? Area::kFolds : Area::kReturns, &folding},
                      call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,

@@ -56,7 +56,8 @@ FabricTransport::FabricTransport(const BackendInit& init, Windows windows, const
     : CpuTransport(init, std::move(windows)),
       topology_(topology),
       map_(init.context->map),
-      hosts_map_(HostsMap::make(topology, map_, init.context->replicas.size)),
+      folds_(init.context->domains.fold() && topology.divides_into(init.context->domains.size)),
+      hosts_map_(HostsMap::make(topology, map_, init.context->replicas.size, folds_)),
       tag_(init.tag),
       replicas_(init.context->replicas.size),
       inbound_(static_cast<size_t>(topology.size())),
@@ -137,6 +138,7 @@ Status FabricTransport::connect(const BackendInit& init) {
     return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
   };
   TW_RETURN_IF_FAILED(init.hosts->connect(meeting(kEngineStage), &engine_));
+  if (folds_) agent_ = std::make_unique<FoldAgent>();
   TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(),
                                           &lists_.number));
   int number = -1;
@@ -148,7 +150,9 @@ Status FabricTransport::connect(const BackendInit& init) {
 
 Status FabricTransport::check_placed(const BackendInit& init) const {
   if (engine_ == nullptr) return {};
-  const HostsMap needed = HostsMap::make(topology_, init.context->map, init.context->replicas.size);
+  const Domains& domains = init.context->domains;
+  const bool folds = domains.fold() && topology_.divides_into(domains.size);
+  const HostsMap needed = HostsMap::make(topology_, init.context->map, init.context->replicas.size, folds);
   if (hosts_map_.holds(needed, init.context->map)) return {};
   return fail(twOutOfMemory,
               "{} is a group whose messages between hosts have {} for each host, and this one's need {}; make it with "
@@ -158,7 +162,7 @@ Status FabricTransport::check_placed(const BackendInit& init) const {
 
 Status FabricTransport::prepare_growth(const BackendInit& init, const WindowMap& grown) {
   next_map_ = grown;
-  next_hosts_map_ = HostsMap::make(topology_, grown, replicas_);
+  next_hosts_map_ = HostsMap::make(topology_, grown, replicas_, folds_);
   const Near near(init, topology_);
   std::vector<std::shared_ptr<Mapping>> mates;
   for (const int rank : near.ranks) mates.push_back(windows_[rank]);

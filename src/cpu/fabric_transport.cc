@@ -13,9 +13,6 @@ namespace {
 constexpr uint64_t kChunk = uint64_t{256} << 10;
 constexpr uint64_t kMostChunks = 24;
 
-// A rows word is a count in the half that a sleeper looks at.
-constexpr uint64_t kOneRowsWord = uint64_t{1} << 32;
-
 std::atomic_ref<uint64_t> word_at(std::byte* memory, uint64_t offset) {
   return std::atomic_ref(*reinterpret_cast<uint64_t*>(memory + offset));
 }
@@ -28,6 +25,7 @@ void FabricTransport::begin(StepPlace at, const Outline& outline, bool send_only
   CpuTransport::begin(at, outline, send_only);
   at_ = at;
   area_ = outline.area;
+  if (area_ == Area::kFolds) folding_ = *outline.folding;
   told_ = 0;
   staged_ = 0;
   run_ = {};
@@ -36,13 +34,15 @@ void FabricTransport::begin(StepPlace at, const Outline& outline, bool send_only
   for (int host = 0, n = 0; host < topology_.hosts(); ++host) {
     shipped_[host] = 0;
     published_[host] = 0;
-    if (host != mine) messages_[host].begin(staging() + static_cast<uint64_t>(n++) * message_room(), message_room());
+    if (host != mine && area_ != Area::kStraight)
+      messages_[host].begin(staging() + static_cast<uint64_t>(n++) * message_room(), message_room());
   }
 }
 
 void FabricTransport::put(int peer, uint64_t offset, const void* source, size_t n) {
   if (is_near(peer)) return CpuTransport::put(peer, offset, source, n);
   if (area_ == Area::kStraight) return put_straight(peer, offset, source, n);
+  if (area_ == Area::kFolds) return put_to_fold(peer, offset, source, n);
   message_to(peer).put(topology_.rail[peer], offset, source, n);
   ship(topology_.host[peer], message_to(peer).sealed(), false);
 }
@@ -59,7 +59,7 @@ void FabricTransport::flush() {
   if (engine_ == nullptr) return;
   ship_run();
   for (int host = 0; host < topology_.hosts(); ++host) {
-    if (host != topology_.host[me_]) ship(host, messages_[host].finish(), true);
+    if (host != topology_.host[me_] && area_ != Area::kStraight) ship(host, messages_[host].finish(), true);
   }
 }
 
@@ -88,7 +88,7 @@ void FabricTransport::put_straight(int peer, uint64_t offset, const void* source
     ship_run();
     run_ = {peer, staged_, offset, 0};
   }
-  if (n > hosts_map_.staging - staged_) {
+  if (n > hosts_map_.straight_room() - staged_) {
     engine_->give_up(peer, fail(twInternalError, "a step puts more to other hosts than there is staging for"));
     return;
   }
@@ -125,8 +125,8 @@ void FabricTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t
   } else {
     const int host = topology_.host[peer];
     uint64_t& rows = rows_told_[index(at_, peer, ranks())];
+    if (has_rows_word(peer)) rows += kOneRowsWord;
     if (area_ == Area::kStraight) {
-      rows += kOneRowsWord;
       const net::Word word{{words_.number, hosts_map_.rows_word(at_.channel, at_.bank(), me_)}, kOneRowsWord};
       post(peer, {{words_.number, 0}, {words_.number, 0}, 0}, &word);
     }
@@ -135,7 +135,15 @@ void FabricTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t
     std::memcpy(block + sizeof(Block) + sizeof entry * static_cast<size_t>(topology_.rail[peer]), &entry, sizeof entry);
     if (++published_[host] == static_cast<int>(topology_.ranks[host].size())) tell_host(host, signal);
   }
-  if (++told_ == ranks()) asking_->count();
+  if (++told_ != ranks()) return;
+  asking_->count();
+  if (area_ == Area::kFolds) give_folds();
+}
+
+// Whether rows come to a rank of another host apart from this rank's messages: straight, or as folds of this rank's.
+bool FabricTransport::has_rows_word(int peer) const {
+  if (area_ == Area::kFolds) return topology_.rail_peer(peer, topology_.host[me_]) == me_;
+  return area_ == Area::kStraight;
 }
 
 // Posts the block and then, in the same operation, the word (T5, T8): the one place where words are posted (T6).
@@ -143,10 +151,11 @@ void FabricTransport::tell_host(int host, Signal signal) {
   const int peer = topology_.rail_peer(me_, host);
   const int list = topology_.list(me_, host);
   const auto entries = static_cast<uint32_t>(topology_.ranks[host].size());
-  if (messages_[host].overflowed()) {
+  if (area_ != Area::kStraight && messages_[host].overflowed()) {
     engine_->give_up(peer, fail(twInternalError, "a step puts more to other hosts than an inbox has room for"));
   }
-  const Block block{area_ == Area::kStraight ? 0 : messages_[host].bytes(), static_cast<uint32_t>(area_), entries};
+  const bool has_message = area_ == Area::kInbox || area_ == Area::kReturns;
+  const Block block{has_message ? messages_[host].bytes() : 0, static_cast<uint32_t>(area_), entries};
   const uint64_t staged = hosts_map_.staged_block(at_.channel, at_.bank(), host);
   std::memcpy(words_.of[me_]->data() + staged, &block, sizeof block);
   uint64_t& old = words_told_[index(at_, host, topology_.hosts())];
@@ -193,19 +202,29 @@ bool FabricTransport::take(int source, StepPlace at, Signal told) {
     const bool late = static_cast<int64_t>(rows - entry.rows_word) < 0;
     return !late && store({at.step + 1, told.mode, 0}, 0);
   }
-  const auto area = static_cast<Area>(block.area);
-  const uint64_t room = area == Area::kInbox ? hosts_map_.inbox : hosts_map_.returns;
-  const std::byte* message = lists_.of[from.mate]->data();
-  if (area == Area::kInbox) {
-    message += hosts_map_.inbox_at(at.channel, at.bank(), from.list);
-  } else {
-    if (hosts_map_.in_bank != 0) message = windows_[from.mate]->data() + map_.bank(at.channel, at.bank());
-    message += hosts_map_.returns_at(at.channel, at.bank(), from.list);
-  }
-  bool good = block.bytes <= room && block.area <= static_cast<uint32_t>(Area::kStraight);
-  good = good && deliver(message, block.bytes, topology_.rail[me_], local(0), map_.bytes());
+  const bool good = block.area <= static_cast<uint32_t>(Area::kFolds) && take_message(source, at, block);
   // More rows than any step has are found to be an error.
   return store({told.step, told.mode, good ? static_cast<uint32_t>(entry.n) : kMaxCount}, entry.note);
+}
+
+// Copies what is for this rank out of a source's message. False if it is none.
+bool FabricTransport::take_message(int source, StepPlace at, const Block& block) {
+  const Inbound& from = inbound_[source];
+  const auto area = static_cast<Area>(block.area);
+  if (area == Area::kStraight) return true;
+  const std::byte* message = lists_.of[from.mate]->data() + hosts_map_.inbox_at(at.channel, at.bank(), from.list);
+  uint64_t bytes = block.bytes;
+  uint64_t room = hosts_map_.inbox;
+  if (area == Area::kFolds) {
+    if (from.mate != me_) return true;  // that rank folds for others
+    std::memcpy(&bytes, message, sizeof bytes);
+    message += sizeof bytes;
+    room -= sizeof bytes;
+  } else if (area == Area::kReturns) {
+    message = returned_rows(from.mate, from.list, at);
+    room = hosts_map_.returns;
+  }
+  return bytes <= room && deliver(message, bytes, topology_.rail[me_], local(0), map_.bytes());
 }
 
 }  // namespace tw::cpu

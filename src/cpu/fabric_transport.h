@@ -18,8 +18,10 @@
 #include <vector>
 
 #include "cpu/asking.h"
+#include "cpu/fold_agent.h"
 #include "cpu/host_message.h"
 #include "cpu/transport.h"
+#include "exchange/domains.h"
 #include "layout/hosts_map.h"
 #include "net/engine.h"
 
@@ -43,6 +45,9 @@ class FabricTransport : public CpuTransport {
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
+  // Whether partials of a group with these domains are folded before they go to other hosts (fabric_folding.cc).
+  bool folds(const Domains& domains) const;
+
   std::byte* window_of(int rank) const { return is_near(rank) ? CpuTransport::window_of(rank) : nullptr; }
 
   // Makes room for larger messages, and for the channels of a larger map. Collective; no step is under way.
@@ -54,6 +59,9 @@ class FabricTransport : public CpuTransport {
   AbortSignal abort_of(int writer);
 
  private:
+  // A rows word is a count in the half that a sleeper looks at.
+  static constexpr uint64_t kOneRowsWord = uint64_t{1} << 32;
+
   enum Post : uint64_t { kAbortPost, kAskingPost };  // tags of posts, from tag_ on; asking has two
 
   // A window of the engine: bytes of this rank's memory, the same range on all ranks.
@@ -98,19 +106,31 @@ class FabricTransport : public CpuTransport {
   }
 
   // Sending.
-  std::byte* staging() const { return lists_.of[me_]->data() + hosts_map_.staging_at(at_.channel, at_.bank()); }
+  std::byte* staging() const {
+    const bool straight = area_ == Area::kStraight;
+    return lists_.of[me_]->data() + (straight ? hosts_map_.straight_at(at_.channel, at_.bank())
+                                              : hosts_map_.staging_at(at_.channel, at_.bank()));
+  }
   uint64_t message_room() const { return area_ == Area::kReturns ? hosts_map_.returns : hosts_map_.inbox; }
   HostMessage& message_to(int peer) { return messages_[static_cast<size_t>(topology_.host[peer])]; }
   void ship(int host, uint64_t until, bool all);
   void put_straight(int peer, uint64_t offset, const void* source, size_t n);
   void ship_run();
   void tell_host(int host, Signal signal);
+  bool has_rows_word(int peer) const;
+
+  // Folding.
+  void put_to_fold(int owner, uint64_t offset, const void* source, size_t n);
+  std::byte* returned_rows(int mate, int list, StepPlace at) const;
+  void give_folds();
+  void send_folds(int owner, StepPlace at, const Folding& folding);
   net::Place place_in_window(uint64_t offset) const;
   void post(int peer, const net::Put& put, const net::Word* word = nullptr);
 
   // Receiving.
   bool arrived(int source, StepPlace at);
   bool take(int source, StepPlace at, Signal told);
+  bool take_message(int source, StepPlace at, const Block& block);
   bool is_here(int rank, StepPlace at) { return is_near(rank) ? has_signal(rank, at) : arrived(rank, at); }
   bool has_signal(int rank, StepPlace at) const { return reached(load(signal_at(rank, at)).step, at.step); }
   bool look(int rank, StepPlace at, TimePoint deadline);
@@ -122,6 +142,7 @@ class FabricTransport : public CpuTransport {
   const Topology topology_;
   WindowMap map_;       // the arena's, as it has grown
   WindowMap next_map_;  // that of a growth that is prepared
+  const bool folds_;    // what the map below has room for
   HostsMap hosts_map_;
   HostsMap next_hosts_map_;
   const uint64_t tag_;
@@ -144,11 +165,13 @@ class FabricTransport : public CpuTransport {
   int told_ = 0;                       // ranks that have been
   uint64_t staged_ = 0;                // bytes of staging that straight runs have taken
   Run run_;
+  Folding folding_{};
 
   std::vector<uint64_t> words_told_;  // [channels, banks, hosts] what this rank's word at each rail peer is (T6)
   std::vector<uint64_t> rows_told_;   // [channels, banks, N] what its rows word at each rank is
 
-  std::unique_ptr<net::Engine> engine_;  // last: ends before the memory that it knows. NULL where there is one host
+  std::unique_ptr<net::Engine> engine_;  // ends before the memory that it knows. NULL where there is one host
+  std::unique_ptr<FoldAgent> agent_;     // last: it posts to the engine. NULL: nothing is folded here
 };
 
 static_assert(Transport<FabricTransport>);

@@ -19,6 +19,13 @@ inline uint64_t scratch_bytes(const Shape& shape, const Domains& domains) {
   return static_cast<uint64_t>(rows) * shape.most_combine_bytes();
 }
 
+// Whether the transport brings the partials of other hosts as folds, one of each.
+template <Transport T>
+bool folds_between([[maybe_unused]] const T& t, [[maybe_unused]] const Domains& domains) {
+  if constexpr (requires { t.folds(domains); }) return t.folds(domains);
+  return false;
+}
+
 // scratch: scratch_bytes.
 template <Transport T>
 void sum_returned(T& t, const Context& context, const CombineCall& call, const Routing& routing, const Part& part,
@@ -30,8 +37,9 @@ void sum_returned(T& t, const Context& context, const CombineCall& call, const R
     receive_choices(t, map, call.at, context.placement, routing, part, types, call.weights, call.out, call.out_stride,
                     sum_rows);
   } else if (context.domains.fold()) {
-    receive_folds(t, map, call.at, routing, part, types, context.domains, own_row, call.out, call.out_stride, sum_rows,
-                  scratch);
+    const bool folded = folds_between(t, context.domains);
+    receive_folds(t, map, call.at, routing, part, types, context.domains, folded, own_row, call.out, call.out_stride,
+                  sum_rows, scratch);
   } else {
     receive_combine(t, map, call.at, routing, part, types, own_row, call.out, call.out_stride,
                     call.sent.scales == twScalesNone ? sum_rows : sum_of_fp8);

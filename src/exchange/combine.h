@@ -150,11 +150,12 @@ void receive_combine(T& t, const WindowMap& map, StepPlace at, const Routing& ro
 }
 
 // The same by domain: folds, which are rounded to the type that travels, are summed over domains ascending. `folds`:
-// room for Domains::most_folds(fan_out) rows.
+// room for Domains::most_folds(fan_out) rows. `folded`: partials of other domains than this rank's have come as folds,
+// each at the place of the domain's first rank.
 template <Transport T, class OwnRow, class Sum>
 void receive_folds(T& t, const WindowMap& map, StepPlace at, const Routing& routing, const Part& part,
-                   const RowTypes& types, const Domains& domains, OwnRow&& own_row, std::byte* out, int64_t out_stride,
-                   Sum&& sum, std::byte* folds) {
+                   const RowTypes& types, const Domains& domains, bool folded, OwnRow&& own_row, std::byte* out,
+                   int64_t out_stride, Sum&& sum, std::byte* folds) {
   const RowTypes travels{types.from, types.from, types.elements, false};
   const auto fold = [&](std::byte* to, const void* const* rows, int count) { sum(to, rows, nullptr, count, travels); };
   const void* rows[TW_MAX_TOP_K];
@@ -162,11 +163,13 @@ void receive_folds(T& t, const WindowMap& map, StepPlace at, const Routing& rout
   for (int32_t token = part.begin; token < std::min(part.end, routing.tokens); ++token) {
     int32_t count = 0;
     each_returning(routing, {token, token + 1}, [&](int32_t, int32_t position, const Destination& from) {
+      const bool more = count > 0 && domains.of(ranks[count - 1]) == domains.of(from.rank);
+      if (folded && more && domains.of(from.rank) != domains.of(t.rank())) return;
       ranks[count] = from.rank;
       rows[count++] = returned_row(t, map, at, part, token, position, from, own_row);
     });
-    const int32_t folded = fold_terms(domains, rows, ranks, count, folds, map.shape().combine_bytes, fold);
-    sum(out + token * out_stride, rows, nullptr, folded, types.of(token));
+    const int32_t terms = fold_terms(domains, rows, ranks, count, folds, map.shape().combine_bytes, fold);
+    sum(out + token * out_stride, rows, nullptr, terms, types.of(token));
   }
 }
 

@@ -6,7 +6,11 @@
 //
 //   words   for each list a word, a line to itself, and behind it its block; the blocks that this rank stages, one for
 //           each host; the rows word of each rank
-//   lists   inboxes, room for returns (if there is none in the window's bank), staging
+//   lists   inboxes, room for returns (if there is none in the window's bank), staging, the tags of partials that are
+//           folded here; behind those of all channels what straight steps stage beyond that
+//
+// Where a group folds at the sending host, `returns` holds what the ranks of this host return to the owners for which
+// this rank folds, by owner, token and rank, and folds go out through the inbox.
 //
 // All of it follows from the group's maxima (S10). If a size is too small, a source writes over another one's message.
 #pragma once
@@ -50,6 +54,14 @@ enum class Area : uint32_t {
   kInbox,     // what goes out: rows of a dispatch or gather, counts
   kReturns,   // partials of a combine
   kStraight,  // nowhere: rows lie at their places in the windows already, and rows words tell it
+  kFolds,     // in the inbox, behind its bytes: folds, of the rank of the source's host that makes them for this rank
+};
+
+// Whether a folding rank has a rank's partial of a token, and which step's: what ranks put in a step that the folding
+// rank itself refused stays there.
+struct FoldTag {
+  uint32_t step = 0;
+  uint32_t place = 0;  // one more than the rank's position among the token's ranks; 0: it has none, as behind the fold
 };
 
 struct HostsMap {
@@ -62,13 +74,16 @@ struct HostsMap {
   int local = 1;  // the most ranks of a host
   int lists = 0;  // the most that lie at one rank
   int channels = 0;
-  uint64_t inbox = 0;    // bytes of one message that goes out,
-  uint64_t returns = 0;  // of one that returns,
-  uint64_t staging = 0;  // and of all that a rank stages in a step
-  uint64_t in_bank = 0;  // where returns begin in the window's bank; 0: they have room of their own
+  uint64_t inbox = 0;     // bytes of one message that goes out,
+  uint64_t returns = 0;   // of one that returns,
+  uint64_t staging = 0;   // of all messages of a step,
+  uint64_t straight = 0;  // and of a step whose rows go straight
+  uint64_t tags = 0;      // FoldTags of a list; 0: nothing is folded here
+  uint64_t in_bank = 0;   // where returns begin in the window's bank; 0: they have room of their own
 
   // replicas: ranks that hold the same tokens, whose sums they put to each other straight.
-  static HostsMap make(const Topology& topology, const WindowMap& map, int replicas) {
+  // folds: by domain, at the sending host.
+  static HostsMap make(const Topology& topology, const WindowMap& map, int replicas, bool folds = false) {
     const Shape& shape = map.shape();
     HostsMap made;
     made.hosts = topology.hosts();
@@ -90,12 +105,18 @@ struct HostsMap {
     made.inbox = align(std::max({tokens * token + Record::room(loads, local), counts, gathered}));
     const auto served = static_cast<uint64_t>(shape.per_expert != 0 ? shape.top_k : 1);
     const uint64_t returned = Record::room(shape.most_combine_bytes(), 1) + Record::room(sizeof(float), 1);
-    made.returns = align(local * static_cast<uint64_t>(shape.part_tokens()) * served * returned);
+    const auto part_tokens = static_cast<uint64_t>(shape.part_tokens());
+    made.returns = align(local * part_tokens * served * returned);
+    if (folds) {
+      const uint64_t values = local * Record::room(choice_bytes(shape.top_k), 1);
+      made.inbox = std::max(made.inbox, align(sizeof(uint64_t) + part_tokens * (returned + values)));
+      made.tags = part_tokens * local;
+    }
     const auto sharing = static_cast<uint64_t>(std::min(replicas - 1, topology.most_remote()));
-    const uint64_t straight =
-        std::max(static_cast<uint64_t>(topology.most_remote()) * part,
-                 replicas > 1 ? sharing * (map.bank_bytes() / static_cast<uint64_t>(replicas) + kSlack) : 0);
-    made.staging = align(std::max(static_cast<uint64_t>(made.hosts - 1) * made.message(), straight));
+    made.straight =
+        align(std::max(static_cast<uint64_t>(topology.most_remote()) * part,
+                       replicas > 1 ? sharing * (map.bank_bytes() / static_cast<uint64_t>(replicas) + kSlack) : 0));
+    made.staging = static_cast<uint64_t>(made.hosts - 1) * made.message();
     const uint64_t all_returns = static_cast<uint64_t>(made.lists) * made.returns;
     if (inbox_end(map) + all_returns <= map.bank_bytes()) {
       made.in_bank = (map.bank_bytes() - all_returns) / kAlignment * kAlignment;
@@ -107,10 +128,13 @@ struct HostsMap {
   // Whether a group of that map, placed among those that this one was made for, finds room in it.
   bool holds(const HostsMap& other, const WindowMap& map) const {
     return inbox >= other.inbox && returns >= other.returns && staging >= other.staging &&
+           straight_room() >= other.straight_room() && tags >= other.tags &&
            (in_bank == 0 || inbox_end(map) <= in_bank);
   }
 
-  uint64_t message() const { return std::max(inbox, returns); }
+  // The longest message that is staged.
+  uint64_t message() const { return tags != 0 ? inbox : std::max(inbox, returns); }
+  uint64_t straight_room() const { return std::max(straight, staging); }
   uint64_t block_bytes() const { return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local)); }
 
   // ---- Offsets in the memory of words.
@@ -127,7 +151,9 @@ struct HostsMap {
   }
 
   // ---- Offsets in the memory of lists.
-  uint64_t lists_bytes() const { return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * lists_bank(); }
+  uint64_t lists_bytes() const {
+    return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * (lists_bank() + beyond());
+  }
   uint64_t inbox_at(int channel, int bank, int list) const {
     return lists_at(channel, bank) + static_cast<uint64_t>(list) * inbox;
   }
@@ -140,8 +166,22 @@ struct HostsMap {
     return inbox_at(channel, bank, lists) + (in_bank != 0 ? 0 : static_cast<uint64_t>(lists) * returns);
   }
 
-  // What a rank has beside its window.
-  uint64_t bytes() const { return words_bytes() + lists_bytes(); }
+  uint64_t tag(int channel, int bank, int list, int token, int rail) const {
+    const auto place = static_cast<uint64_t>(list) * tags + static_cast<uint64_t>(token * local + rail);
+    return staging_at(channel, bank) + staging + sizeof(FoldTag) * place;
+  }
+  // Where straight runs are staged: with messages where there is room for both, else behind all lists.
+  uint64_t straight_at(int channel, int bank) const {
+    if (beyond() == 0) return staging_at(channel, bank);
+    return lists_at(channels, 0) + (static_cast<uint64_t>(channel) * kBanks + static_cast<uint64_t>(bank)) * straight;
+  }
+
+  // What a rank has beside its window, and what a reduce, or replicas that share sums, take beyond that: memory that
+  // nobody touches before the first of them, and the system does not give before.
+  uint64_t bytes() const {
+    return words_bytes() + (hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * lists_bank());
+  }
+  uint64_t straight_bytes() const { return words_bytes() + lists_bytes() - bytes(); }
 
  private:
   static constexpr uint64_t kSlack = 4096;  // parts of a bank are aligned, each tensor's
@@ -153,6 +193,8 @@ struct HostsMap {
     const auto places = static_cast<uint64_t>(shape.part_tokens()) * static_cast<uint64_t>(shape.returning());
     return align(places * shape.most_combine_bytes() + sizeof(float));
   }
+  // Bytes of straight runs behind all lists, in a bank.
+  uint64_t beyond() const { return straight > staging ? straight : 0; }
   uint64_t words_bank() const {
     return static_cast<uint64_t>(lists) * (kWordRoom + block_bytes()) + static_cast<uint64_t>(hosts) * block_bytes() +
            static_cast<uint64_t>(ranks) * kWordRoom;
@@ -162,7 +204,7 @@ struct HostsMap {
   }
   uint64_t lists_bank() const {
     const auto all = static_cast<uint64_t>(lists);
-    return all * inbox + (in_bank != 0 ? 0 : all * returns) + staging;
+    return all * inbox + (in_bank != 0 ? 0 : all * returns) + staging + align(all * tags * sizeof(FoldTag));
   }
   uint64_t lists_at(int channel, int bank) const {
     return (static_cast<uint64_t>(channel) * kBanks + static_cast<uint64_t>(bank)) * lists_bank();

@@ -51,6 +51,14 @@ struct Topology {
     return before;
   }
 
+  // Whether hosts have `size` ranks each, neighbours.
+  bool divides_into(int size) const {
+    for (int rank = 0; rank < this->size(); ++rank) {
+      if (host[rank] != rank / size) return false;
+    }
+    return std::ranges::all_of(ranks, [&](const auto& of_host) { return static_cast<int>(of_host.size()) == size; });
+  }
+
   // The most ranks that a host has, the most lists that lie at one rank, and the most ranks that others have beside a
   // host's.
   int most_local() const {

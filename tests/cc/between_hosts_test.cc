@@ -175,6 +175,95 @@ TEST(BetweenHosts, EachRowCrossesOnce) {
   EXPECT_GT(made.counted.bytes, back + blocks - Record::kAlignment * static_cast<uint64_t>(messages_back));
 }
 
+// Where domains are hosts, one row returns for each host that a token went to, and none is summed twice or late.
+TEST(BetweenHosts, FoldsTravelOnce) {
+  twGroupConfig_t config = make_config(12, 4, 6, 512);
+  config.domain = 3;
+  CountedWorld made({3, 3}, config);
+  const Traffic traffic = make_traffic(config, {6, 2, 0, 5, 6, 3}, 11);
+  Exchange exchange(*made.world, traffic, {twRankMajor, twWeightNone, twBfloat16}, 12);
+  uint64_t rows = 0;
+  for (int rank = 0; rank < 6; ++rank) {
+    for (int token = 0; token < traffic.tokens[rank]; ++token) {
+      bool crosses = false;
+      for (int k = 0; k < config.top_k; ++k) {
+        const int32_t id = traffic.ids[rank][token * config.top_k + k];
+        crosses |= id >= 0 && id / 6 != rank / 3;  // two experts a rank
+      }
+      rows += crosses ? 1 : 0;
+    }
+  }
+  exchange.dispatch();
+  made.reset();
+  exchange.combine();
+  const uint64_t told = 6 * (sizeof(Block) + 3 * sizeof(Block::Entry)) + 6 * sizeof(uint64_t);
+  EXPECT_LE(made.counted.bytes, rows * Record::room(1024, 1) + told);
+  EXPECT_GE(made.counted.bytes, rows * 1024 + told);
+  EXPECT_EQ(made.counted.words, 12);  // a step's word to each rail peer, and a rows word to each owner
+  for (uint32_t salt = 20; salt < 40; ++salt) {
+    exchange.renew(salt);
+    exchange.dispatch();
+    exchange.combine();
+  }
+}
+
+// Ranks that have nothing to return keep nobody waiting for their folds.
+TEST(BetweenHosts, FoldsOfNothing) {
+  twGroupConfig_t config = make_config(8, 2, 4, 24);
+  config.domain = 2;
+  World world(comms_on({2, 2}, std::make_shared<Nets>(3, 3)), config);
+  for (const std::vector<int>& tokens : {std::vector<int>{0, 0, 0, 0}, {4, 0, 0, 0}, {0, 3, 4, 0}}) {
+    for (uint32_t seed = 1; seed < 6; ++seed) {
+      Exchange exchange(world, make_traffic(config, tokens, seed), {twRankMajor, twWeightNone, twBfloat16}, seed);
+      exchange.dispatch();
+      exchange.combine();
+    }
+  }
+}
+
+// What mates have put to a folding rank that refuses its combine is no term of a later fold.
+TEST(BetweenHosts, FoldsBehindARefusal) {
+  twGroupConfig_t config = make_config(8, 2, 4, 24);
+  config.domain = 2;
+  World world(comms_on({2, 2}, std::make_shared<Nets>(3, 3)), config);
+  const Style style{twRankMajor, twWeightNone, twBfloat16};
+  for (int refuses = 0; refuses < 4; ++refuses) {
+    Exchange refused(world, make_traffic(config, {4, 4, 4, 4}, 3), style, 3);
+    refused.dispatch();
+    on_all_ranks(4, [&](int rank) {
+      const twDtype_t dtype = refused[rank].sums.tokens.dtype;
+      if (rank == refuses) refused[rank].sums.tokens.dtype = static_cast<twDtype_t>(99);
+      EXPECT_TW(rank == refuses ? twInvalidArgument : twPeerRefused, refused[rank].combine());
+      refused[rank].sums.tokens.dtype = dtype;
+    });
+    refused.combine();
+    for (uint32_t seed = 10; seed < 14; ++seed) {
+      Exchange exchange(world, make_traffic(config, {1, 0, 2, 1}, seed), style, seed);
+      exchange.dispatch();
+      exchange.combine();
+    }
+  }
+}
+
+// Growing gives everything that folds a new place.
+TEST(BetweenHosts, GrownGroupsFold) {
+  twGroupConfig_t config = make_config(8, 3, 2, 24);
+  config.domain = 2;
+  World world(comms_on({2, 2}, std::make_shared<Nets>(3, 3)), config);
+  for (const int tokens : {2, 7, 30}) {
+    on_all_ranks(4, [&](int rank) {
+      twReserve_t reserve = TW_RESERVE_INIT;
+      reserve.max_tokens = tokens;
+      EXPECT_TW(twSuccess, twGroupReserve(world[rank], &reserve));
+    });
+    world.config.max_tokens = tokens;
+    Exchange exchange(world, make_traffic(world.config, {tokens, 1, 0, tokens}, 5),
+                      {twRankMajor, twWeightNone, twBfloat16}, 6);
+    exchange.dispatch();
+    exchange.combine();
+  }
+}
+
 // What a rank has beside its window is what HostsMap computes, and no more: the memory that this process maps.
 TEST(BetweenHosts, TakesTheMemoryThatIsComputed) {
   const auto mapped = [] {

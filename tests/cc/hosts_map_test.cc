@@ -29,18 +29,22 @@ Topology topology_of(const std::vector<int>& sizes) {
   return Topology::make(names);
 }
 
-HostsMap map_of(const std::vector<int>& sizes, const Shape& shape, int replicas = 1) {
+HostsMap map_of(const std::vector<int>& sizes, const Shape& shape, int replicas = 1, bool folds = false) {
   WindowMap window;
   EXPECT_TRUE(WindowMap::make(shape, &window));
-  return HostsMap::make(topology_of(sizes), window, replicas);
+  return HostsMap::make(topology_of(sizes), window, replicas, folds);
 }
 
-// 64 ranks on 8 hosts, 128 tokens, rows of 7168 bfloat16 both ways, top-8: at most 250 MB.
+// 64 ranks on 8 hosts, 128 tokens, rows of 7168 bfloat16 both ways, top-8: at most 250 MB, and 60 by domain.
 TEST(HostsMap, FitsLargeDecodes) {
-  const HostsMap map = map_of(std::vector<int>(8, 8), shape_of(64, 128, 8, 14336, 14336));
+  const Shape shape = shape_of(64, 128, 8, 14336, 14336);
+  const HostsMap map = map_of(std::vector<int>(8, 8), shape);
   EXPECT_EQ(map.lists, 7);
   EXPECT_GT(map.in_bank, 0u);  // what returns lies in the window's bank
   EXPECT_LE(map.bytes(), 250'000'000u);
+  const HostsMap by_domain = map_of(std::vector<int>(8, 8), shape, 1, true);
+  EXPECT_GT(by_domain.in_bank, 0u);
+  EXPECT_LE(by_domain.bytes(), 60'000'000u);
 }
 
 // Each remote rank has one rail peer on each host, and a list of its own there, whatever the hosts' sizes are and
@@ -82,7 +86,8 @@ TEST(HostsMap, RegionsDoNotOverlap) {
     for (const int size : sizes) ranks += size;
     Shape shape = shape_of(ranks, 16, 3, 72, 260);
     shape.channels = 2;
-    const HostsMap map = map_of(sizes, shape);
+    const bool folds = sizes == std::vector<int>{2, 2};
+    const HostsMap map = map_of(sizes, shape, 1, folds);
     std::map<uint64_t, uint64_t> words, lists;
     for (int channel = 0; channel < 2; ++channel) {
       for (int bank = 0; bank < HostsMap::kBanks; ++bank) {
@@ -95,6 +100,9 @@ TEST(HostsMap, RegionsDoNotOverlap) {
         for (int host = 0; host < map.hosts; ++host) words[map.staged_block(channel, bank, host)] = map.block_bytes();
         for (int rank = 0; rank < ranks; ++rank) words[map.rows_word(channel, bank, rank)] = HostsMap::kWordRoom;
         lists[map.staging_at(channel, bank)] = map.staging;
+        if (map.straight > map.staging) lists[map.straight_at(channel, bank)] = map.straight;
+        if (folds)
+          lists[map.tag(channel, bank, 0, 0, 0)] = sizeof(FoldTag) * map.tags * static_cast<uint64_t>(map.lists);
       }
     }
     for (const auto& [regions, bytes] : {std::pair(words, map.words_bytes()), {lists, map.lists_bytes()}}) {

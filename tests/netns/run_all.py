@@ -36,8 +36,8 @@ from tokenway.bench.namespaces import Network  # noqa: E402
 SUITE = ("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer")
 # Between hosts of several ranks, over `fabric`.
 BETWEEN_SUITE = (
-    *("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "balancer", "collectives"),
-    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias", "moved_ranks"),
+    *("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "collectives"),
+    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias"),
 )
 QUICK_SUITE = ("exchange", "survival")
 QUICK = ("-m", "not long and not heavy and not slow")

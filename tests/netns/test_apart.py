@@ -90,11 +90,13 @@ def connect_by_torch(env: Env, store: str, backend: str) -> tuple[Any, str]:
 # ---- tests ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ranks_are_apart(apart) -> None:
     spaces = apart(4).run(namespace)
     assert spaces[0] == spaces[2] != spaces[1] == spaces[3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_cut(apart, nranks) -> None:
     """A link that is cut is an error on all ranks, within timeout + 1 s, and blames the other side."""
@@ -121,6 +123,7 @@ def make_timed_group(env: Env) -> None:
     make_group(env, timeout=TIMEOUT)
 
 
+@pytest.mark.long
 def test_cut_and_mended(apart) -> None:
     """A link that is away for less than the timeout delays, and nothing else."""
     made = apart(2)

@@ -16,7 +16,7 @@ from wire import BAD
 from world import World
 
 BACKENDS = ("fabric", pytest.param("torch", marks=pytest.mark.long))
-LONG = pytest.mark.long  # left out of run_all.py --quick
+LONG = pytest.mark.long  # left out of run_all.py --quick, which has a death and a stop among its random rounds
 PAIR, UNLIKE, THREE = (2, 2), (1, 2, 3), (2, 2, 2)
 TIMEOUT = 4.0  # seconds after which a rank that says nothing is given up
 SEED = 11
@@ -57,10 +57,8 @@ def go_on(world: World, survivors: list[int]) -> None:
 # ---- deaths ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sizes", "victim"),
-    [(PAIR, 3), pytest.param(PAIR, 0, marks=LONG), pytest.param(UNLIKE, 0, marks=LONG), (UNLIKE, 4)],
-)
+@LONG
+@pytest.mark.parametrize(("sizes", "victim"), [(PAIR, 0), (PAIR, 3), (UNLIKE, 0), (UNLIKE, 4)])
 def test_a_killed_rank(world, backend, sizes, victim) -> None:
     made = world(sizes, backend)
     busy(made, PATIENT)
@@ -106,7 +104,8 @@ def test_a_host_without_power(world, backend, sizes, dead) -> None:
 # ---- ranks that do not answer --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=LONG)])
+@LONG
+@pytest.mark.parametrize("victim", [0, 3])
 def test_a_stopped_rank(world, backend, victim) -> None:
     if backend == "torch":
         pytest.skip("ranks that wait for a stopped one may be named there: docs/PROTOCOL.md, errors")
@@ -216,7 +215,8 @@ def test_two_hosts_that_a_third_reaches(world, backend) -> None:
 # ---- a network that misbehaves -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(PAIR, marks=LONG), UNLIKE])
+@LONG
+@pytest.mark.parametrize("sizes", [PAIR, UNLIKE])
 def test_bad_links(world, backend, sizes) -> None:
     """Frames that are late, lost, doubled or out of order change no bit."""
     made = world(sizes, backend, BAD)
@@ -232,7 +232,7 @@ def test_eight_hosts(world, backend) -> None:
 
 
 def test_random_rounds(network, backend, monkeypatch) -> None:
-    """A short form of `run_all.py --soak`: rounds, a death and a stop, over bad links."""
+    """A short form of `run_all.py --soak`: rounds on two hosts, a death and a stop, over bad links."""
     import harness
 
     made = network(PAIR, BAD)

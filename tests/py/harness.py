@@ -250,12 +250,15 @@ class Pool:
     def __init__(self) -> None:
         self.workers: Workers | None = None
         self.generation = 0
+        self.name = (
+            f"pool-{os.getpid()}-{time.monotonic_ns()}"  # no process before had it, as one might have the number
+        )
 
     def run(self, backend: str, nranks: int, timeout: float, function: Any, args: tuple) -> list[Any]:
         if self.workers is None or len(self.workers.processes) < nranks:
             self.reset()
             self.workers = Workers(max(nranks, 8))
-        address = f"pool-{os.getpid()}-{self.generation}-{backend}-{nranks}"
+        address = f"{self.name}-{self.generation}-{backend}-{nranks}"
         ranks = range(nranks)
         key = ("pool", self.generation, backend, address)
         self.workers.send(ranks, function, *args, key=key)

@@ -92,7 +92,8 @@ class Host:
 
 
 class Network:
-    """Hosts of so many ranks, host by host, that reach each other until a link is cut.
+    """Hosts of so many ranks, host by host, that reach each other until a link is cut. This process is beside them, at
+    an address of its own.
 
     whole: each has a name, mounts and a boot of its own besides. Raises CalledProcessError or OSError where that cannot
     be had.
@@ -103,6 +104,7 @@ class Network:
         self.spaces = tuple(SPACES) if whole else ("net",)
         self.hosts: list[Host] = []
         try:
+            call("ip link set lo up")
             self._begin()
             for number, size in enumerate(sizes):
                 first = sum(sizes[:number])
@@ -114,6 +116,10 @@ class Network:
         except BaseException:
             self.close()
             raise
+
+    def address_of(self, place: int) -> str:
+        """Within the network."""
+        return f"10.211.{self.name.removeprefix('tw')}.{place}"
 
     def _host(self, number: int, ranks: tuple[int, ...]) -> Host:
         link = f"{self.name}h{number}"
@@ -127,11 +133,11 @@ class Network:
         if not holder.stdout.readline():  # it has its namespaces, or has ended
             holder.wait()
             raise OSError("a host of its own cannot be had")
-        address = f"10.211.{self.name.removeprefix('tw')}.{number + 1}"
-        return Host(number, ranks, address, link, holder, self.spaces)
+        return Host(number, ranks, self.address_of(number + 1), link, holder, self.spaces)
 
     def _begin(self) -> None:
         call(f"ip link add {self.name} type bridge")
+        call(f"ip addr add {self.address_of(254)}/24 dev {self.name}")
         call(f"ip link set {self.name} up")
 
     def _attach(self, host: Host) -> None:
