@@ -138,14 +138,9 @@ Status FabricTransport::connect(const BackendInit& init) {
     return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
   };
   TW_RETURN_IF_FAILED(init.hosts->connect(meeting(kEngineStage), &engine_));
-<<<<<<< HEAD
   if (folds_) agent_ = std::make_unique<FoldAgent>();
   TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(),
                                           &lists_.number));
-=======
-  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(),
-                                          &lists_.number));
->>>>>>> fabdocs
   int number = -1;
   TW_RETURN_IF_FAILED(engine_->add_window(meeting(kWindowStage), windows_[me_]->data(), map_.bytes(), &number));
   pieces_.push_back({0, map_.bytes(), number});
