@@ -13,8 +13,8 @@
 namespace tw::test {
 namespace {
 
-// Passes everything on, and counts what goes to each peer.
-class CountingEngine final : public net::Engine {
+// Counts what goes to peers.
+class CountingEngine final : public PassedOn {
  public:
   struct Counted {
     std::mutex mutex;
@@ -23,27 +23,16 @@ class CountingEngine final : public net::Engine {
     uint64_t bytes = 0;
   };
   CountingEngine(std::unique_ptr<net::Engine> engine, Counted& counted)
-      : engine_(std::move(engine)), counted_(counted) {}
+      : PassedOn(std::move(engine)), counted_(counted) {}
 
-  int rank() const override { return engine_->rank(); }
-  int size() const override { return engine_->size(); }
-  Status add_window(const net::Meeting& meeting, std::byte* memory, uint64_t bytes, int* window) override {
-    return engine_->add_window(meeting, memory, bytes, window);
-  }
   net::Posted put(int peer, const net::Put& put) override {
     count(put, 0);
-    return engine_->put(peer, put);
+    return PassedOn::put(peer, put);
   }
   net::Posted put(int peer, const net::Put& put, const net::Word& word) override {
     count(put, 1);
-    return engine_->put(peer, put, word);
+    return PassedOn::put(peer, put, word);
   }
-  uint64_t taken(int peer) const override { return engine_->taken(peer); }
-  uint64_t done(int peer) const override { return engine_->done(peer); }
-  bool poll() override { return engine_->poll(); }
-  Status failure(int peer) const override { return engine_->failure(peer); }
-  void give_up(int peer, const Status& why) override { engine_->give_up(peer, why); }
-  Status close(const net::Meeting& meeting) override { return engine_->close(meeting); }
 
  private:
   void count(const net::Put& put, int words) {
@@ -52,7 +41,6 @@ class CountingEngine final : public net::Engine {
     counted_.words += words;
     counted_.bytes += put.bytes;
   }
-  std::unique_ptr<net::Engine> engine_;
   Counted& counted_;
 };
 
