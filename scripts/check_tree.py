@@ -48,13 +48,15 @@ ALLOWED: dict[str, set[str]] = {
     "bootstrap": SHARED | {"core/interrupt.h", "core/status.h"},
     "net": {"bootstrap", "core/interrupt.h", "core/status.h"},
     "core": SHARED | {"views", "bootstrap"},
-    "api": SHARED | {"core", "views", "quantize", "activation", "balance", "bootstrap", "net/libfabric.h"},
+    "api": SHARED | {"core", "views", "quantize", "activation", "balance", "bootstrap"},
 }
+# The engine between hosts is made in one place, and used by its seam.
+ALLOWED["api"] |= {"net/libfabric.h", "net/fabric.h", "net/endpoint.h"}
 # Nobody includes a backend: core/backend.h declares the function that makes each of them.
 BACKEND = {*ALLOWED["core"], "core"}
 KERNEL = SHARED | {"views", "cuda/launch", "cuda/device"}
 ALLOWED |= {
-    "cpu": BACKEND | {"quantize"},
+    "cpu": BACKEND | {"quantize", "net/engine.h"},
     "cuda/launch": SHARED | {"views"},
     "cuda/device": SHARED | {"views", "cuda/launch", "cuda/transport/target.cuh", "cuda/transport/store.cuh"},
     **{f"cuda/{room}": KERNEL for room in ("counts", "view", "step")},
@@ -84,7 +86,7 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     # what is a group made of
     "settings": ("placement settings", TENSORS),
     # who takes part, and how do they find each other
-    "ranks": ("comm launch meeting nccl party portable staged", TENSORS | {"settings"}),
+    "ranks": ("comm connecting launch meeting nccl party portable staged", TENSORS | {"settings"}),
     # what can be done with a group
     "exchange": (
         "arguments blocks calls collectives counting exchange group growth handle leases maps moving "

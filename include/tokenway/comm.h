@@ -11,8 +11,9 @@ typedef struct {
                         // prefix of socket files instead (for ranks in containers with separate network namespaces)
   int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
   const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
-  // For twCommCreateFabric, and for twCommCreateCuda and Shm instead of an address: gathers `bytes` bytes of every rank, in rank order, into
-  // `all`. Returns 0 on success. It is called a few times during creation and never after, equally often on all ranks.
+  // For twCommCreateFabric, and for twCommCreateCuda and Shm instead of an address: gathers `bytes` bytes of every
+  // rank, in rank order, into `all`. Returns 0 on success. It is called a few times during creation and never after,
+  // equally often on all ranks.
   int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
   void* allgather_context;
   int32_t ranks_per_host;  // twCommCreateFabric: each host's ranks count as several hosts of so many, in the order of
@@ -40,8 +41,8 @@ TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, 
 // twCommCreateShm and give the same bits. config.allgather is needed; each rank connects to all others, over TCP for
 // what is told beside rows, at ports that the system chooses, and by libfabric. Nothing on them is encrypted.
 //
-// Errors: as twCommCreateShm; twUnsupported, on all ranks alike, where a rank has no libfabric, or not that provider, or
-// does not reach another rank by it, with the rank and the reason; twConfigMismatch where ranks_per_host or provider
+// Errors: as twCommCreateShm; twUnsupported, on all ranks alike, where a rank has no libfabric, or not that provider,
+// or does not reach another rank by it, with the rank and the reason; twConfigMismatch where ranks_per_host or provider
 // differ. "verbs" and "efa" have not been tried.
 TW_API twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 

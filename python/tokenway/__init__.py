@@ -9,7 +9,8 @@ with tw.Group(comm, experts=256, top_k=8, hidden=7168, max_tokens=128) as group:
 from tokenway import interrupts as _interrupts  # noqa: F401  handlers of signals are heard from here on
 from tokenway._native import VERSION_TEXT as _VERSION_TEXT
 from tokenway.activation import swiglu, swiglu_backward
-from tokenway.comm import Comm, connect, local_comms
+from tokenway.comm import Comm, local_comms
+from tokenway.connecting import connect
 from tokenway.errors import (
     BoundMismatch,
     CallMismatch,

@@ -1,8 +1,8 @@
 // twCommCreateFabric: ranks on the CPU of any hosts. They find out by the caller's allgather who is on which, connect
 // over TCP, within each host over Unix sockets, and by libfabric.
 //
-// The engine of the comm's first group is connected here, so that what does not reach its peers is known before there is
-// a group, and callers of `auto` can take another backend: on all ranks or on none.
+// The engine of the comm's first group is connected here, so that what does not reach its peers is known before there
+// is a group, and callers of `auto` can take another backend: on all ranks or on none.
 #include <algorithm>
 
 #include "api/check.h"

@@ -83,9 +83,7 @@ bool same_host(const Card& a, const Card& b) {
   return std::memcmp(a.host, b.host, sizeof a.host) == 0 && std::memcmp(a.network, b.network, sizeof a.network) == 0;
 }
 
-std::string address_of(const Card& card) {
-  return {card.address, ::strnlen(card.address, sizeof card.address)};
-}
+std::string address_of(const Card& card) { return {card.address, ::strnlen(card.address, sizeof card.address)}; }
 
 }  // namespace
 

@@ -145,9 +145,9 @@ Status gather_bytes(int rank, const std::function<int(const void*, void*, size_t
 Status agree_on_address(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
                         const Status& ready, std::string* address, Sentence* apart = nullptr);
 
-// Finds out which ranks are on one host, by the caller's own allgather. of: [size] the host of each rank, numbered in the
-// order of their first ranks. ranks_per_host > 0: a host's ranks count as hosts of so many each. address: for the mesh
-// of this rank's host, made by the first of its ranks.
+// Finds out which ranks are on one host, by the caller's own allgather. of: [size] the host of each rank, numbered in
+// the order of their first ranks. ranks_per_host > 0: a host's ranks count as hosts of so many each. address: for the
+// mesh of this rank's host, made by the first of its ranks.
 Status agree_on_hosts(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
                       int ranks_per_host, std::vector<int>* of, std::string* address);
 

@@ -25,7 +25,7 @@ struct Table {
   };
   // By (tag, rank). A rank's last parcels stay here, since peers may take them late.
   std::map<std::pair<uint64_t, int>, Given> parcels;
-  std::set<std::pair<uint64_t, int>> given_up;  // (occasion, rank)
+  std::set<std::pair<uint64_t, int>> given_up;                  // (occasion, rank)
   std::map<std::tuple<uint64_t, int, int>, std::string> posts;  // by (tag, from, to)
 };
 

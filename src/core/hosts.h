@@ -1,6 +1,6 @@
 // The hosts of a comm whose ranks are on several: which rank is on which, how those of one host hand each other memory,
-// and how an engine between hosts is made (net/engine.h). src/api/fabric.cc fills it; src/cpu/fabric_creation.cc makes a
-// group's transport of it. All ranks must have the same `of`.
+// and how an engine between hosts is made (net/engine.h). src/api/fabric.cc fills it; src/cpu/fabric_creation.cc makes
+// a group's transport of it. All ranks must have the same `of`.
 #pragma once
 
 #include <functional>

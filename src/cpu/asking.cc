@@ -65,7 +65,8 @@ std::vector<int64_t> Asking::ask(TimePoint until, const std::function<bool()>& o
     for (size_t i = 0; i < members_.size(); ++i) {
       if (members_[i] == bootstrap_->rank()) {
         answers[i] = sent();
-      } else if (Answer answer{}; answers[i] < 0 && read(members_[i], kAnswer, &answer) && answer.question == question) {
+      } else if (Answer answer{};
+                 answers[i] < 0 && read(members_[i], kAnswer, &answer) && answer.question == question) {
         answers[i] = answer.sent;
       }
       all = all && answers[i] >= 0;

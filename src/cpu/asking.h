@@ -1,6 +1,6 @@
-// Asking ranks how far they are (docs/PROTOCOL.md, "Blame between hosts"): a rank whose wait is over asks all others how
-// many steps they have sent, on all channels together. A thread of each answers, also while its host computes: so who
-// does not answer has stopped, and what a rank has told before is not taken for its answer.
+// Asking ranks how far they are (docs/PROTOCOL.md, "Blame between hosts"): a rank whose wait is over asks all others
+// how many steps they have sent, on all channels together. A thread of each answers, also while its host computes: so
+// who does not answer has stopped, and what a rank has told before is not taken for its answer.
 //
 // Questions and answers are posts of the bootstrap. What breaks if this changes: blame falls on a rank that waits
 // itself.

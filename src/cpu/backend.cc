@@ -1,6 +1,6 @@
 // The CPU's backends, as one template over its transport: shared memory (CpuTransport), shared memory and an engine
-// between hosts (FabricTransport), and staged transport (StagedTransport). It takes the calls of core/backend.h, runs the loops of src/exchange, checks what came against
-// what the handle expects, and shows it through src/views.
+// between hosts (FabricTransport), and staged transport (StagedTransport). It takes the calls of core/backend.h, runs
+// the loops of src/exchange, checks what came against what the handle expects, and shows it through src/views.
 //
 // It makes the bits of results the same as the kernels' (S9), finishes each step in data or in an error (S6), and
 // leaves outputs safe after an error. An expectation that is not checked here (how many rows a peer sends, headers,

@@ -1,5 +1,6 @@
 // Gathers and reduces as the CPU's backends make them: a CollectiveCall becomes counts, rows and places of
-// exchange/collective.h, and what came is shown to the caller. After an error counts and offsets are 0, and sums are NaN.
+// exchange/collective.h, and what came is shown to the caller. After an error counts and offsets are 0, and sums are
+// NaN.
 //
 // What breaks if this changes: ranks must count the rows of a call alike, or one waits for rows that nobody sends.
 #pragma once
@@ -46,8 +47,7 @@ void send_collective(T& transport, const Context& context, const CollectiveCall&
   tw::send_collective(
       transport, context.map, call.at, call.places, call.mode(), collective_note(call.bound, call.digest),
       [&](int rank) { return rows_for(call, me, rank); },
-      [&](int q, int rank, int32_t i) { return row_at(call, q, first[rank] + i, rank); },
-      call.views || call.in_window);
+      [&](int q, int rank, int32_t i) { return row_at(call, q, first[rank] + i, rank); }, call.views || call.in_window);
 }
 
 template <class T>
@@ -65,8 +65,8 @@ void sum(T& transport, const Context& context, const CollectiveCall& call, bool 
     const auto own_row = [&](int32_t of, int32_t i) -> const void* {
       return call.in_window ? nullptr : row_at(call, of, first + i, context.me);
     };
-    sum_collective(transport, context.map, call.at, call.places, q, rows, types, own_row, tensor.out,
-                   tensor.out_stride, terms.data(), sum_rows);
+    sum_collective(transport, context.map, call.at, call.places, q, rows, types, own_row, tensor.out, tensor.out_stride,
+                   terms.data(), sum_rows);
   }
 }
 

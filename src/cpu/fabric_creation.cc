@@ -1,6 +1,6 @@
 // Makes and grows the transport between hosts (cpu/fabric_transport.h). Ranks of a host share windows, words and lists
-// among themselves; then all ranks say whether they could, connect their engines, and show them that memory. A rank that
-// fails on its own tells the others before anybody waits in the engine's meetings.
+// among themselves; then all ranks say whether they could, connect their engines, and show them that memory. A rank
+// that fails on its own tells the others before anybody waits in the engine's meetings.
 #include <algorithm>
 
 #include "core/backend.h"
@@ -111,12 +111,10 @@ Status FabricTransport::make(const BackendInit& init, std::shared_ptr<FabricTran
     if (ready.ok()) ready = transport->share(init, init.tag + kWordsStage, map.words_bytes(), fill, &transport->words_);
     if (ready.ok()) ready = transport->share(init, init.tag + kListsStage, map.lists_bytes(), {}, &transport->lists_);
   }
-  TW_RETURN_IF_FAILED(
-      agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
+  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
   if (map.hosts > 1) TW_RETURN_IF_FAILED(transport->connect(init));
-  transport->asking_ =
-      std::make_unique<Asking>(init.bootstrap, std::vector<int>(init.members.begin(), init.members.end()),
-                               init.tag + kAskingPost);
+  transport->asking_ = std::make_unique<Asking>(
+      init.bootstrap, std::vector<int>(init.members.begin(), init.members.end()), init.tag + kAskingPost);
   *made = std::move(transport);
   return {};
 }
@@ -141,8 +139,8 @@ Status FabricTransport::connect(const BackendInit& init) {
   };
   TW_RETURN_IF_FAILED(init.hosts->connect(meeting(kEngineStage), &engine_));
   if (folds_) agent_ = std::make_unique<FoldAgent>();
-  TW_RETURN_IF_FAILED(
-      engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(), &lists_.number));
+  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), lists_.of[me_]->data(), hosts_map_.lists_bytes(),
+                                          &lists_.number));
   int number = -1;
   TW_RETURN_IF_FAILED(engine_->add_window(meeting(kWindowStage), windows_[me_]->data(), map_.bytes(), &number));
   pieces_.push_back({0, map_.bytes(), number});
@@ -172,8 +170,7 @@ Status FabricTransport::prepare_growth(const BackendInit& init, const WindowMap&
                              grown.channels(), grown.channels_bytes(), mates);
   if (engine_ == nullptr) return ready;
   if (ready.ok()) ready = share(init, init.tag + kListsStage, next_hosts_map_.lists_bytes(), {}, &next_lists_);
-  TW_RETURN_IF_FAILED(
-      agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
+  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
   const auto meeting = [&](uint64_t stage) {
     return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
   };

@@ -25,7 +25,8 @@ void FabricTransport::put_to_fold(int owner, uint64_t offset, const void* source
   const int mate = topology_.rail_peer(owner, topology_.host[me_]);
   const int list = topology_.list(owner, topology_.host[me_]);
   const int rail = topology_.rail[me_];
-  std::byte* const row = returned_rows(mate, list, at_) + static_cast<uint64_t>(token * hosts_map_.local + rail) * folded.stride();
+  std::byte* const row =
+      returned_rows(mate, list, at_) + static_cast<uint64_t>(token * hosts_map_.local + rail) * folded.stride();
   std::memcpy(is_row ? row : row + folded.values_at(), source, n);
   const FoldTag tag{at_.step, static_cast<uint32_t>(place % fan_out + 1)};
   std::memcpy(lists_.of[mate]->data() + hosts_map_.tag(at_.channel, at_.bank(), list, token, rail), &tag, sizeof tag);
@@ -33,8 +34,8 @@ void FabricTransport::put_to_fold(int owner, uint64_t offset, const void* source
 
 // Where the returns of a list lie: a message, or partials that `mate` folds for the owner of that list.
 std::byte* FabricTransport::returned_rows(int mate, int list, StepPlace at) const {
-  std::byte* const begin = hosts_map_.in_bank != 0 ? windows_[mate]->data() + map_.bank(at.channel, at.bank())
-                                                   : lists_.of[mate]->data();
+  std::byte* const begin =
+      hosts_map_.in_bank != 0 ? windows_[mate]->data() + map_.bank(at.channel, at.bank()) : lists_.of[mate]->data();
   return begin + hosts_map_.returns_at(at.channel, at.bank(), list);
 }
 
@@ -67,8 +68,7 @@ void FabricTransport::send_folds(int owner, StepPlace at, const Folding& folding
   const int local = hosts_map_.local;
   const auto partials = [&](int token) {
     std::byte* const tags = lists_.of[me_]->data() + hosts_map_.tag(at.channel, at.bank(), list, token, 0);
-    return Partials{reinterpret_cast<FoldTag*>(tags),
-                    rows + static_cast<uint64_t>(token * local) * folded.stride()};
+    return Partials{reinterpret_cast<FoldTag*>(tags), rows + static_cast<uint64_t>(token * local) * folded.stride()};
   };
   std::vector<std::byte> scratch(folding.map.shape().combine_bytes);
   fold_into(message, folded, static_cast<int>(folding.map.shape().part_tokens()), local, partials, scratch.data());
@@ -77,7 +77,10 @@ void FabricTransport::send_folds(int owner, StepPlace at, const Folding& folding
   if (message.overflowed()) engine_->give_up(owner, fail(twInternalError, "folds have no room in an inbox"));
   const int there = topology_.list(me_, topology_.host[owner]);
   const net::Word word{{words_.number, hosts_map_.rows_word(at.channel, at.bank(), me_)}, kOneRowsWord};
-  post(owner, {{lists_.number, staged}, {lists_.number, hosts_map_.inbox_at(at.channel, at.bank(), there)}, sizeof bytes + bytes},
+  post(owner,
+       {{lists_.number, staged},
+        {lists_.number, hosts_map_.inbox_at(at.channel, at.bank(), there)},
+        sizeof bytes + bytes},
        &word);
 }
 

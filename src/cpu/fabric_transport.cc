@@ -34,7 +34,8 @@ void FabricTransport::begin(StepPlace at, const Outline& outline, bool send_only
   for (int host = 0, n = 0; host < topology_.hosts(); ++host) {
     shipped_[host] = 0;
     published_[host] = 0;
-    if (host != mine && area_ != Area::kStraight) messages_[host].begin(staging() + static_cast<uint64_t>(n++) * message_room(), message_room());
+    if (host != mine && area_ != Area::kStraight)
+      messages_[host].begin(staging() + static_cast<uint64_t>(n++) * message_room(), message_room());
   }
 }
 
@@ -190,8 +191,7 @@ bool FabricTransport::take(int source, StepPlace at, Signal told) {
   };
   if (told.step != at.step) return store(told, 0);
   const Inbound& from = inbound_[source];
-  const std::byte* const at_block =
-      words_.of[from.mate]->data() + hosts_map_.block(at.channel, at.bank(), from.list);
+  const std::byte* const at_block = words_.of[from.mate]->data() + hosts_map_.block(at.channel, at.bank(), from.list);
   Block block;
   Block::Entry entry;
   std::memcpy(&block, at_block, sizeof block);

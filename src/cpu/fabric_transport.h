@@ -1,13 +1,14 @@
-// The exchange's Transport where ranks are on several hosts: shared memory among the ranks of a host (CpuTransport), and
-// an engine (src/net) to those of others. What a step puts to ranks of another host becomes one message
-// (cpu/host_message.h) into this rank's inbox at its rail peer there. All ranks of that host look at this rank's word in
-// their mate's memory; when it has come, each copies what is for it into its own window, and stores the signal there.
-// From there on all is as if a rank of the host had put it, so layouts, sums and bits are those of shared memory.
+// The exchange's Transport where ranks are on several hosts: shared memory among the ranks of a host (CpuTransport),
+// and an engine (src/net) to those of others. What a step puts to ranks of another host becomes one message
+// (cpu/host_message.h) into this rank's inbox at its rail peer there. All ranks of that host look at this rank's word
+// in their mate's memory; when it has come, each copies what is for it into its own window, and stores the signal
+// there. From there on all is as if a rank of the host had put it, so layouts, sums and bits are those of shared
+// memory.
 //
-// T1 to T11 of docs/PROTOCOL.md are kept here: sends post everything (T1); a wait looks at a word and then takes what it
-// tells, so before this rank publishes again (T2); two banks of everything (T3); the engine reads staging alone (T4); one
-// function posts block and word, behind all rows, in every kind of step (T5, T6, T8); chunks bound what a step posts
-// (T7); blame is asked for (T9, fabric_waiting.cc).
+// T1 to T11 of docs/PROTOCOL.md are kept here: sends post everything (T1); a wait looks at a word and then takes what
+// it tells, so before this rank publishes again (T2); two banks of everything (T3); the engine reads staging alone
+// (T4); one function posts block and word, behind all rows, in every kind of step (T5, T6, T8); chunks bound what a
+// step posts (T7); blame is asked for (T9, fabric_waiting.cc).
 //
 // What breaks if this changes: a word that is posted by another way than publish leaves peers waiting, or with an `old`
 // that is not the word's.
@@ -149,8 +150,8 @@ class FabricTransport : public CpuTransport {
   Shared words_;
   Shared lists_;
   Shared next_lists_;
-  std::vector<Shared> former_;  // which the engine still knows
-  std::vector<Piece> pieces_;   // of the window
+  std::vector<Shared> former_;    // which the engine still knows
+  std::vector<Piece> pieces_;     // of the window
   std::vector<Inbound> inbound_;  // [N]
   std::unique_ptr<Asking> asking_;
   TimePoint looked_{};  // when peers' posts were looked at last
@@ -158,11 +159,11 @@ class FabricTransport : public CpuTransport {
   // The step that is being sent.
   StepPlace at_{};
   Area area_ = Area::kInbox;
-  std::vector<HostMessage> messages_;   // [hosts]
-  std::vector<uint64_t> shipped_;       // [hosts] bytes of each message that are posted
-  std::vector<int> published_;          // [hosts] ranks of each that have been published to
-  int told_ = 0;                        // ranks that have been
-  uint64_t staged_ = 0;                 // bytes of staging that straight runs have taken
+  std::vector<HostMessage> messages_;  // [hosts]
+  std::vector<uint64_t> shipped_;      // [hosts] bytes of each message that are posted
+  std::vector<int> published_;         // [hosts] ranks of each that have been published to
+  int told_ = 0;                       // ranks that have been
+  uint64_t staged_ = 0;                // bytes of staging that straight runs have taken
   Run run_;
   Folding folding_{};
 

@@ -47,8 +47,8 @@ bool FabricTransport::look(int rank, StepPlace at, TimePoint deadline) {
 // Sleeps until a signal or word moves, or a moment is over.
 void FabricTransport::sleep_for(int rank, StepPlace at, TimePoint deadline) {
   if (is_near(rank)) return sleep(signal_at(rank, at), at.step, deadline);
-  std::byte* word = words_.of[inbound_[rank].mate]->data() +
-                    hosts_map_.word(at.channel, at.bank(), inbound_[rank].list);
+  std::byte* word =
+      words_.of[inbound_[rank].mate]->data() + hosts_map_.word(at.channel, at.bank(), inbound_[rank].list);
   const auto value = [](std::byte* of) {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(of)).load(std::memory_order_acquire);
   };

@@ -1,13 +1,13 @@
 // The agent that folds for owners on other hosts (docs/PROTOCOL.md, "A combine by domain"): where a group's domains are
 // its hosts, the ranks of a host put their partials for an owner into the memory of the rank of theirs that is the
-// owner's rail peer. There a thread, to which each combine's send gives a job, waits for the host's signals of that step
-// (T1: no completing call folds), folds over ranks ascending, and puts the folds to the owner, with its rows word.
+// owner's rail peer. There a thread, to which each combine's send gives a job, waits for the host's signals of that
+// step (T1: no completing call folds), folds over ranks ascending, and puts the folds to the owner, with its rows word.
 //
 // Jobs are done in the order of sends. One that waits for a mate that never comes keeps those behind it waiting; all of
 // them wait for that mate too, as all ranks send in one order (S5).
 //
-// What breaks if this changes: the order of terms and the one rounding are bits (exchange/domains.h). A job without rows
-// must add to the rows word too, or the owner waits.
+// What breaks if this changes: the order of terms and the one rounding are bits (exchange/domains.h). A job without
+// rows must add to the rows word too, or the owner waits.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,6 @@
-// A message to the ranks of another host: what one rank puts into their windows in a step, as records (layout/hosts_map.h)
-// that stand one behind the other. HostMessage writes one into staging; deliver copies what is for one rank out of one.
+// A message to the ranks of another host: what one rank puts into their windows in a step, as records
+// (layout/hosts_map.h) that stand one behind the other. HostMessage writes one into staging; deliver copies what is for
+// one rank out of one.
 //
 // Rows that go to several of those ranks are in it once (put_row), and rows that lie one behind the other at all their
 // targets become one record. What may still change when more is put lies behind sealed(): the bytes before it may be on

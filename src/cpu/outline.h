@@ -19,11 +19,11 @@ struct Folding {
 };
 
 struct Outline {
-  const int32_t* rows = nullptr;  // [N] rows for each rank; NULL: one for each
-  int puts = 0;                   // puts of a row
-  uint64_t bytes = 0;             // bytes of a row, all its puts together
-  uint64_t once = 0;              // bytes of one more put for each rank; 0: none
-  Area area = Area::kInbox;       // where the step's rows go between hosts
+  const int32_t* rows = nullptr;     // [N] rows for each rank; NULL: one for each
+  int puts = 0;                      // puts of a row
+  uint64_t bytes = 0;                // bytes of a row, all its puts together
+  uint64_t once = 0;                 // bytes of one more put for each rank; 0: none
+  Area area = Area::kInbox;          // where the step's rows go between hosts
   const Folding* folding = nullptr;  // of Area::kFolds
 
   uint64_t all_rows(int ranks) const {

@@ -71,8 +71,8 @@ struct HostsMap {
 
   int hosts = 1;
   int ranks = 0;
-  int local = 1;     // the most ranks of a host
-  int lists = 0;     // the most that lie at one rank
+  int local = 1;  // the most ranks of a host
+  int lists = 0;  // the most that lie at one rank
   int channels = 0;
   uint64_t inbox = 0;     // bytes of one message that goes out,
   uint64_t returns = 0;   // of one that returns,
@@ -135,9 +135,7 @@ struct HostsMap {
   // The longest message that is staged.
   uint64_t message() const { return tags != 0 ? inbox : std::max(inbox, returns); }
   uint64_t straight_room() const { return std::max(straight, staging); }
-  uint64_t block_bytes() const {
-    return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local));
-  }
+  uint64_t block_bytes() const { return align(sizeof(Block) + sizeof(Block::Entry) * static_cast<uint64_t>(local)); }
 
   // ---- Offsets in the memory of words.
   uint64_t words_bytes() const { return hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * words_bank(); }

@@ -59,7 +59,8 @@ class Windows {
   void add_to(const Place& place, uint64_t add) const {
     std::byte* const word = at(place);
     std::atomic_ref(*reinterpret_cast<uint64_t*>(word)).fetch_add(add, std::memory_order_release);
-    ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(word + kWordBytes / 2), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(word + kWordBytes / 2), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
+              0);
   }
 
  private:

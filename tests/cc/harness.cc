@@ -74,7 +74,8 @@ World::World(int ranks, const twGroupConfig_t& given, const std::function<void(i
   // The whole suite runs between hosts too: TOKENWAY_TEST_HOSTS is the ranks of each.
   if (const char* const each_has = std::getenv("TOKENWAY_TEST_HOSTS"); each_has != nullptr) {
     const int local = std::max(1, std::atoi(each_has));
-    spread(comms, std::vector<int>(static_cast<size_t>((ranks + local - 1) / local), local), std::make_shared<Nets>(1, 3));
+    spread(comms, std::vector<int>(static_cast<size_t>((ranks + local - 1) / local), local),
+           std::make_shared<Nets>(1, 3));
   }
   on_all_ranks(ranks, [&](int rank) {
     twGroupConfig_t mine = given;

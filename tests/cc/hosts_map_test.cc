@@ -1,5 +1,5 @@
-// Where ranks of several hosts stand, and what they have beside their windows: Topology and HostsMap against places that
-// are counted one by one, and the largest group that is planned for.
+// Where ranks of several hosts stand, and what they have beside their windows: Topology and HostsMap against places
+// that are counted one by one, and the largest group that is planned for.
 #include "layout/hosts_map.h"
 
 #include <gtest/gtest.h>
@@ -101,7 +101,8 @@ TEST(HostsMap, RegionsDoNotOverlap) {
         for (int rank = 0; rank < ranks; ++rank) words[map.rows_word(channel, bank, rank)] = HostsMap::kWordRoom;
         lists[map.staging_at(channel, bank)] = map.staging;
         if (map.straight > map.staging) lists[map.straight_at(channel, bank)] = map.straight;
-        if (folds) lists[map.tag(channel, bank, 0, 0, 0)] = sizeof(FoldTag) * map.tags * static_cast<uint64_t>(map.lists);
+        if (folds)
+          lists[map.tag(channel, bank, 0, 0, 0)] = sizeof(FoldTag) * map.tags * static_cast<uint64_t>(map.lists);
       }
     }
     for (const auto& [regions, bytes] : {std::pair(words, map.words_bytes()), {lists, map.lists_bytes()}}) {

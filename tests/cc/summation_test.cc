@@ -12,12 +12,10 @@
 namespace tw {
 namespace {
 
-using test::Format;
-
 uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
 
 template <class T>
-void expect_widen(const Format& format) {
+void expect_widen(const test::Format& format) {
   for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
     const float got = widen(T{static_cast<uint16_t>(bits)});
     const double want = test::decode(format, static_cast<uint16_t>(bits));
@@ -30,7 +28,7 @@ void expect_widen(const Format& format) {
 }
 
 template <class T>
-void expect_narrow(const Format& format, float value) {
+void expect_narrow(const test::Format& format, float value) {
   const uint16_t got = narrow<T>(value).bits;
   if (std::isnan(value)) {
     ASSERT_TRUE(std::isnan(test::decode(format, got))) << std::hex << bits_of(value);
@@ -41,7 +39,7 @@ void expect_narrow(const Format& format, float value) {
 
 // Every value itself, every midpoint between neighbours, and the floats right beside it: all that rounding turns on.
 template <class T>
-void expect_narrow_everywhere(const Format& format) {
+void expect_narrow_everywhere(const test::Format& format) {
   for (uint32_t bits = 0; bits <= 0xffff; ++bits) {
     const double value = test::decode(format, static_cast<uint16_t>(bits));
     ASSERT_NO_FATAL_FAILURE(expect_narrow<T>(format, static_cast<float>(value)));

@@ -10,7 +10,7 @@ APART = (
         "S6",
         "comm_test",
         "Comm.RanksThatAreApartMayBeTold",
-        (Edit(ALLGATHER, "    if (host && std::memcmp(", "    if (host || std::memcmp("),),
+        (Edit(ALLGATHER, "sizeof a.host) == 0 && std::memcmp(", "sizeof a.host) == 0 || std::memcmp("),),
     ),
     Mutation(
         "a rank that cannot take part says nothing",

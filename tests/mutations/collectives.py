@@ -1,12 +1,12 @@
 """Mutations of gathers and reduces: places, sums, what ranks must give alike, and whose turn it is."""
 
-from mutation import CALLS, COLLECTIVE_H, COLLECTIVES_API, CPU, Edit, Mutation
+from mutation import CALLS, COLLECTING, COLLECTIVE_H, COLLECTIVES_API, Edit, Mutation
 from mutation import COLLECTIVES as CORE
 
 UNIT = "collectives_test"
 AWAIT = (
-    "    StepEnd end = await_step(transport_, context_.map, call.at, call.mode(), "
-    "collective_note(call.bound, call.digest),\n                             "
+    "  StepEnd end = await_step(transport, context.map, call.at, call.mode(), "
+    "collective_note(call.bound, call.digest),\n                           "
 )
 
 
@@ -27,24 +27,24 @@ COLLECTIVES = (
         "Staged",
         Edit(
             COLLECTIVE_H,
-            "  const uint64_t bank = map.bank(at.channel, at.bank());\n  const auto bound",
-            "  const uint64_t bank = map.bank(at.channel, 1 - at.bank());\n  const auto bound",
+            "  const uint64_t bank = map.bank(at.channel, at.bank());\n  for (int32_t q",
+            "  const uint64_t bank = map.bank(at.channel, 1 - at.bank());\n  for (int32_t q",
         ),
     ),
     _mutation(
         "a reduce sends every rank the first rank's rows",
         "slots",
         "Staged",
-        Edit(CPU, "      first[rank] = first[rank - 1] + call.sizes[rank - 1];\n", ""),
+        Edit(COLLECTING, "    first[rank] = first[rank - 1] + call.sizes[rank - 1];\n", ""),
     ),
     _mutation(
         "own rows are read from a view after the signal",
         "S3",
         "OwnRowsOfAView",
         Edit(
-            CPU,
-            "return call.in_window ? nullptr : row_at(call, of, first + i, context_.me);",
-            "return row_at(call, of, first + i, context_.me);",
+            COLLECTING,
+            "return call.in_window ? nullptr : row_at(call, of, first + i, context.me);",
+            "return row_at(call, of, first + i, context.me);",
         ),
     ),
     _mutation(
@@ -78,12 +78,12 @@ COLLECTIVES = (
         "a gather takes a reduce's signal",
         "S5",
         "DifferentCalls",
-        Edit(CPU, f"{AWAIT}deadline, counts_.data());\n", f"{AWAIT}deadline, counts_.data(), true);\n"),
+        Edit(COLLECTING, f"{AWAIT}deadline, counts);\n", f"{AWAIT}deadline, counts, true);\n"),
     ),
     _mutation(
         "sums that failed are left as they were",
         "S6",
         "NobodyComes",
-        Edit(CPU, "        fill_nan(tensor.out, tensor.to, rows * tensor.elements);\n", ""),
+        Edit(COLLECTING, "      fill_nan(tensor.out, tensor.to, rows * tensor.elements);\n", ""),
     ),
 )

@@ -7,7 +7,7 @@ ORACLE = "python/tokenway/domain_reference.py"
 UNIT = "domain_test"
 SUMS = "Domain.FoldsAreSummed"
 BY_HAND = "Domain.OrderAndRoundingAreTheDefinition"
-FOLDED = "    const int32_t folded = fold_terms(domains, rows, ranks, count, folds, map.shape().combine_bytes, fold);\n"
+FOLDED = "    const int32_t terms = fold_terms(domains, rows, ranks, count, folds, map.shape().combine_bytes, fold);\n"
 
 DOMAIN = (
     Mutation(
@@ -34,7 +34,7 @@ DOMAIN = (
         "bits",
         UNIT,
         BY_HAND,
-        (Edit(COMBINE, FOLDED, FOLDED + "    std::reverse(rows, rows + folded);\n"),),
+        (Edit(COMBINE, FOLDED, FOLDED + "    std::reverse(rows, rows + terms);\n"),),
     ),
     Mutation(
         "terms are summed as they are, neither folded nor rounded",

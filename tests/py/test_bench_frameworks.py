@@ -21,7 +21,7 @@ from tokenway.bench.profiles import PROFILES, Profile
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
 from tokenway.bench.verify import Mismatch
-from tokenway.comm import connect
+from tokenway.connecting import connect
 from tokenway.launch import Ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

@@ -30,7 +30,7 @@ from tokenway.activation import swiglu
 from tokenway.bench import gpu_machine, timing, verify
 from tokenway.bench.graphs import COUNT, Replay
 from tokenway.bench.settings import Settings
-from tokenway.comm import connect
+from tokenway.connecting import connect
 from tokenway.group import Group
 
 SIZES = (2, 4, 8, 16, 32, 64)

@@ -17,7 +17,7 @@ from tokenway.bench.control import Control
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.comm import connect
+from tokenway.connecting import connect
 from tokenway.group import Group
 
 EXCHANGES = 2  # verified per row

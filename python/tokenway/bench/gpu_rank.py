@@ -6,7 +6,8 @@ import os
 
 from tokenway.bench.control import Control
 from tokenway.bench.settings import Settings
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
+from tokenway.connecting import connect
 
 
 def use_gpu(control: Control) -> int:

@@ -29,7 +29,8 @@ from tokenway.bench.control import Telling
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.comm import ADDRESS, NRANKS, RANK, _host, connect
+from tokenway.comm import ADDRESS, NRANKS, RANK
+from tokenway.connecting import _host, connect
 from tokenway.group import Group
 from tokenway.handle import Handle
 

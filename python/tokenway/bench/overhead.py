@@ -24,7 +24,7 @@ import numpy as np
 from tokenway import _native, tensors
 from tokenway.bench.case import Case
 from tokenway.bench.settings import Settings
-from tokenway.comm import connect
+from tokenway.connecting import connect
 from tokenway.group import Group
 from tokenway.handle import Handle
 from tokenway.row_types import TypedRows

@@ -24,7 +24,8 @@ from tokenway.bench.portable_options import WAYS
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
+from tokenway.connecting import connect
 from tokenway.group import Group
 from tokenway.portable import describe
 

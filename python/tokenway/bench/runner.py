@@ -14,7 +14,8 @@ from tokenway.bench.control import Control
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
 from tokenway.bench.watch import SILENT, Watch
-from tokenway.comm import Comm, connect
+from tokenway.comm import Comm
+from tokenway.connecting import connect
 from tokenway.group import Group
 from tokenway.launch import Outcome, Ranks
 
