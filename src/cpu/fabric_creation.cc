@@ -11,7 +11,7 @@ namespace {
 
 // Meetings, as offsets from a tag. The first are among the ranks of a host, the others of all ranks; posts have tags of
 // their own.
-enum Stage : uint64_t {
+enum FabricStage : uint64_t {
   kWindowsStage,
   kWordsStage,
   kListsStage,

@@ -15,11 +15,9 @@
 namespace tw::cpu {
 namespace {
 
-constexpr std::chrono::milliseconds kGrace{200};    // for what a rank that died or gave up has sent to arrive
-constexpr std::chrono::milliseconds kAnswers{600};  // for ranks to say how far they are, behind a deadline
-constexpr std::chrono::milliseconds kRarely{1};     // a call looks for posts no more often than this
-
-uint32_t* step_half(std::byte* word) { return reinterpret_cast<uint32_t*>(word + kStepHalf); }
+constexpr std::chrono::milliseconds kLastWords{200};   // for what a rank that died or gave up has sent to arrive
+constexpr std::chrono::milliseconds kAnswers{600};     // for ranks to say how far they are, behind a deadline
+constexpr std::chrono::milliseconds kBetweenLooks{1};  // a call looks for posts no more often than this
 
 }  // namespace
 
@@ -80,7 +78,7 @@ Waited FabricTransport::wait(int peer, uint64_t offset, uint32_t step, TimePoint
     if (given_up != TimePoint::max()) {  // so it has said who is to blame
       if (now >= std::min(given_up, deadline)) return Wake::kAborted;
     } else if (dead >= 0) {
-      dead_until = std::min(dead_until, now + kGrace);
+      dead_until = std::min(dead_until, now + kLastWords);
       if (now >= dead_until) return {Wake::kDied, dead};
     }
     if (is_interrupted()) return Wake::kInterrupted;
@@ -159,7 +157,7 @@ AbortSignal FabricTransport::abort_of(int writer) {
 
 AbortSignal FabricTransport::find_abort() {
   const TimePoint now = std::chrono::steady_clock::now();
-  const bool rarely = now - looked_ >= kRarely;
+  const bool rarely = now - looked_ >= kBetweenLooks;
   if (rarely) looked_ = now;
   for (int writer = 0; writer < ranks(); ++writer) {
     if (!is_near(writer) && !rarely) continue;

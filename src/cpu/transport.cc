@@ -41,8 +41,6 @@ void pause() {
 #endif
 }
 
-uint32_t* step_half(std::byte* signal) { return reinterpret_cast<uint32_t*>(signal + kStepHalf); }
-
 }  // namespace
 
 CpuTransport::CpuTransport(const BackendInit& init, Windows windows)

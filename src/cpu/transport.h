@@ -17,6 +17,9 @@
 
 namespace tw::cpu {
 
+// What a sleeper looks at, of a signal or a word.
+inline uint32_t* step_half(std::byte* signal) { return reinterpret_cast<uint32_t*>(signal + kStepHalf); }
+
 class CpuTransport {
  public:
   CpuTransport(const BackendInit& init, Windows windows);
