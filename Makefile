@@ -128,6 +128,7 @@ test-cc:  ## the C++ tests
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build TESTS=1)
 	@$(STAGE) "C++ tests" build/$(RUN_TESTS)
+	@$(foreach each,1 $(if $(ALL),2),TOKENWAY_TEST_HOSTS=$(each) $(STAGE) "C++ tests, hosts of $(each)" build/$(RUN_TESTS) &&) true
 
 test-sanitizers:  ## the C++ tests in two builds more: thread, and address and undefined
 	@$(SETUP) run test

@@ -62,6 +62,7 @@ def collect() -> dict[str, Any]:
         "commit": machine.commit(),
         "backends": {
             "cpu": _cpu_backend(),
+            "fabric": _fabric_backend(),
             "nvlink": nvlink,
             "torch": _portable_backend(),
         },
@@ -96,6 +97,19 @@ def _cpu_backend() -> str:
     return AVAILABLE if problem is None else f"not available: {problem}, which windows are made of"
 
 
+def _fabric_backend() -> str:
+    """The CPU's between hosts, which takes libfabric's tcp unless it is told otherwise."""
+    problem = _memfd_problem()
+    try:
+        if problem is None and "tcp" not in _native.libfabric()[1].split(", "):
+            problem = "libfabric's provider tcp does not work here"
+    except TokenwayError as error:
+        problem = str(error)
+    if problem is not None:
+        return f"not available: {problem}"
+    return f"{AVAILABLE} (on the CPU; connect() takes it where ranks are not all on one host, if it joins them)"
+
+
 def _nvlink_backend() -> str:
     """Asks the library for a comm of one rank on the first device, and tells what it says if there is none."""
     try:
@@ -109,7 +123,7 @@ def _nvlink_backend() -> str:
 def _portable_backend() -> str:
     problem = portable.missing()
     if problem is None:
-        return f"{AVAILABLE} (on the CPU; connect() takes it where ranks are not all on one host)"
+        return f"{AVAILABLE} (on the CPU; connect() takes it where ranks of several hosts have nothing else)"
     return f"not available: {problem}"
 
 

@@ -9,7 +9,7 @@
 namespace tw::test {
 namespace {
 
-constexpr int64_t kWidth = 8;
+constexpr int64_t kPartElements = 8;
 
 uint16_t bfloat16(float value) {
   uint32_t bits;
@@ -21,7 +21,7 @@ uint16_t bfloat16(float value) {
 float value_of(int rank, int token) { return static_cast<float>(1 + (rank * 13 + token * 3) % 40); }
 
 twGroupConfig_t parted(int32_t max_tokens, int32_t inbox_tokens) {
-  twGroupConfig_t config = make_config(6, 2, max_tokens, kWidth);
+  twGroupConfig_t config = make_config(6, 2, max_tokens, kPartElements);
   config.mode = twHighThroughput;
   config.inbox_tokens = inbox_tokens;
   return config;
@@ -35,25 +35,26 @@ int pair(const World& world, const Traffic& traffic, int rank, int32_t bound, bo
   EXPECT_TW(twSuccess, twHandleCreate(&handle, world[rank], &ids, nullptr, nullptr));
   const twCountsInput_t counts = TW_COUNTS_INPUT_INIT;
   EXPECT_TW(twSuccess, twExchangeCounts(world[rank], handle, &counts));
-  std::vector<uint16_t> rows(tokens * kWidth + 1);
-  for (int i = 0; i < tokens * kWidth; ++i) rows[i] = bfloat16(value_of(rank, static_cast<int>(i / kWidth)));
+  std::vector<uint16_t> rows(tokens * kPartElements + 1);
+  for (int i = 0; i < tokens * kPartElements; ++i)
+    rows[i] = bfloat16(value_of(rank, static_cast<int>(i / kPartElements)));
   twDispatchInput_t input = TW_DISPATCH_INPUT_INIT;
   input.bound = bound;
-  input.payloads[0] = tensor(rows.data(), twBfloat16, {tokens, kWidth});
+  input.payloads[0] = tensor(rows.data(), twBfloat16, {tokens, kPartElements});
   twDispatchOutput_t received = TW_DISPATCH_OUTPUT_INIT;
   received.layout = twFlat;
   EXPECT_TW(twSuccess, twDispatch(world[rank], handle, &input, &received));
   if (release) EXPECT_TW(twSuccess, twHandleRelease(handle));  // makes no step, so the view lives on
-  std::vector<float> sums(tokens * kWidth + 1, -1.0f);
+  std::vector<float> sums(tokens * kPartElements + 1, -1.0f);
   twCombineInput_t back = TW_COMBINE_INPUT_INIT;
   back.layout = twFlat;
   back.rows = received.payloads[0];
   twCombineOutput_t output = TW_COMBINE_OUTPUT_INIT;
-  output.tokens = tensor(sums.data(), twFloat32, {tokens, kWidth});
+  output.tokens = tensor(sums.data(), twFloat32, {tokens, kPartElements});
   EXPECT_TW(twSuccess, twCombine(world[rank], handle, &back, &output));
   int wrong = 0;
-  for (int i = 0; i < tokens * kWidth; ++i) {
-    const int token = static_cast<int>(i / kWidth);
+  for (int i = 0; i < tokens * kPartElements; ++i) {
+    const int token = static_cast<int>(i / kPartElements);
     std::set<int> ranks;
     for (int k = 0; k < world.config.top_k; ++k) {
       const int32_t id = traffic.ids[rank][token * world.config.top_k + k];

@@ -354,6 +354,7 @@ TEST(Counts, RowsThatWereNotAnnounced) {
   }
   EXPECT_TW(twCallMismatch, a.complete(0));
   EXPECT_EQ(error_of(world[0]).peer, 1);
+  until_looked_again();
   EXPECT_TW(twCallMismatch, b.complete(1));
 }
 

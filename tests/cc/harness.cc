@@ -10,6 +10,19 @@
 
 namespace tw::test {
 
+namespace {
+
+constexpr char kHosts[] = "TOKENWAY_TEST_HOSTS";
+
+}  // namespace
+
+int ranks_per_host(int ranks) {
+  const char* const each_has = std::getenv(kHosts);
+  return each_has == nullptr ? ranks : std::max(1, std::atoi(each_has));
+}
+
+void until_looked_again() { std::this_thread::sleep_for(std::chrono::milliseconds(2)); }
+
 void on_all_ranks(int ranks, const std::function<void(int)>& run) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
@@ -71,9 +84,8 @@ int64_t dispatch_nothing(twGroup_t group, const twGroupConfig_t& config) {
 World::World(int ranks, const twGroupConfig_t& given, const std::function<void(int, twGroupConfig_t*)>& each)
     : config(given), homes(given, ranks), comms(ranks), groups(ranks) {
   EXPECT_TW(twSuccess, twCommCreateLocal(comms.data(), ranks, nullptr));
-  // The whole suite runs between hosts too: TOKENWAY_TEST_HOSTS is the ranks of each.
-  if (const char* const each_has = std::getenv("TOKENWAY_TEST_HOSTS"); each_has != nullptr) {
-    const int local = std::max(1, std::atoi(each_has));
+  if (std::getenv(kHosts) != nullptr) {
+    const int local = ranks_per_host(ranks);
     spread(comms, std::vector<int>(static_cast<size_t>((ranks + local - 1) / local), local),
            std::make_shared<Nets>(1, 3));
   }

@@ -47,6 +47,12 @@ class Env {
 // run(rank) in a thread per rank; returns when all have.
 void on_all_ranks(int ranks, const std::function<void(int)>& run);
 
+// How many of so many ranks a host has: all, or as many as TOKENWAY_TEST_HOSTS says, by which the whole suite runs
+// between hosts too.
+int ranks_per_host(int ranks);
+// So long that a call looks anew for what ranks of other hosts have posted; it does so once in a millisecond.
+void until_looked_again();
+
 // One bfloat16 payload of `elements`, combined in bfloat16.
 twGroupConfig_t make_config(int experts, int top_k, int max_tokens, int64_t elements = 8);
 // 6 experts, top 2, 4 tokens; waits end soon. For ranks that never come: 60 ms are too few for one that shall.

@@ -138,6 +138,7 @@ TEST(Sticky, CallMismatchHeardFromAPeer) {
   EXPECT_TW(twSuccess, a[0].combine(true));
   EXPECT_TW(twSuccess, a[2].combine(true));
   EXPECT_TW(twCallMismatch, a[0].complete());
+  until_looked_again();
   EXPECT_TW(twCallMismatch, a[1].combine()) << "the next call of the rank that is blamed";
   EXPECT_TW(twCallMismatch, a[2].complete());
 }

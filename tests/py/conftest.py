@@ -90,10 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if of_processes(item):
             item.add_marker("every_device")
-        mark, spec = item.get_closest_marker("needs"), getattr(item, "callspec", None)
+        spec = getattr(item, "callspec", None)
         chosen = harness.BACKENDS.get(spec.params.get("backend", "")) if spec else None
-        if mark and chosen and mark.args[0] in chosen.lacks:
-            item.add_marker(pytest.mark.skip(reason=f"groups of {chosen.name} have no {mark.args[0]}"))
+        for needed in (mark.args[0] for mark in item.iter_markers("needs")):
+            if chosen and needed in chosen.lacks:
+                item.add_marker(pytest.mark.skip(reason=f"groups of {chosen.name} have no {needed}"))
     if "cpu" in harness.CHOSEN:
         return
     elsewhere = pytest.mark.skip(reason="is about the CPU backend, or about none: the run without --backend has it")

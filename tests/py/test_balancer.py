@@ -23,7 +23,7 @@ from tokenway.balance.given import slot_maps
 EXPERTS, TOP_K, HIDDEN, TOKENS, LAYERS = 8, 2, 6, 24, 2
 WEIGHTS = {"scale": ((HIDDEN,), "float32"), "shift": (3, "int16")}
 
-pytestmark = pytest.mark.needs("loads")
+pytestmark = [pytest.mark.needs("loads"), pytest.mark.needs("moving weights")]
 
 
 # ---- from one map to another ---------------------------------------------------------------------

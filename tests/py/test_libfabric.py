@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_info_tells_of_it() -> None:
     section = info.text(facts).split("\nbetween hosts\n")[1].split("\n\n")[0]
     assert section.splitlines()[-1].split(maxsplit=1) == ["libfabric", said]
     assert said.startswith("not available: ") or ", providers: " in said
+
+
+def test_info_tells_of_the_backend(monkeypatch) -> None:
+    """It is there where libfabric's tcp works, and else there is a reason."""
+    said = []
+    for found in (("1.17", "tcp, shm"), ("1.17", "shm"), tw.Unsupported("there is no libfabric")):
+
+        def libfabric(found: Any = found) -> tuple[str, str]:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(_native, "libfabric", libfabric)
+        said.append(info.collect()["backends"]["fabric"])
+    assert said[0].startswith("available (on the CPU; ")
+    assert said[1] == "not available: libfabric's provider tcp does not work here"
+    assert said[2] == "not available: there is no libfabric"
 
 
 def test_its_version_and_providers(version) -> None:

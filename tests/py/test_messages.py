@@ -25,7 +25,7 @@ from harness import HANGS, await_flags, raise_flag
 from test_balancer import WEIGHTS, balanced, fill, make
 
 import tokenway as tw
-from tokenway import balance
+from tokenway import _native, balance
 from tokenway.balance import copies, messages
 
 pytestmark = pytest.mark.usefixtures("torch")
@@ -51,6 +51,22 @@ def test_one_rank() -> None:
     """Has no peer that it could ask."""
     ((told, _, _),) = harness.Threads("torch", 1).run(balanced, 30, 1, None)
     assert told.steps > 0 and told.moves == 0
+
+
+def unmoved(env: Any) -> Any:
+    placement, made = make(env, 5)
+    with tw.Group(env.comm, **made, expert_map=placement) as group:
+        return harness.caught(balance.Weights, group, WEIGHTS)
+
+
+def test_between_hosts_none_move() -> None:
+    """Ranks of a host have memory in common, and those of others neither that nor a carrier: all are told."""
+    try:
+        _native.libfabric()
+    except tw.Unsupported as error:
+        pytest.skip(str(error))
+    for told in harness.Threads("fabric", 3).run(unmoved):
+        harness.said(told, "twUnsupported", "backend 'fabric' moves no weights between hosts; backend 'torch' does")
 
 
 def dropping(env: harness.Env) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tokenway.comm import usual_timeout
-from tokenway.errors import ConfigMismatch, PeerRefused, SystemFailure, TokenwayError
+from tokenway.errors import ConfigMismatch, PeerRefused, SystemFailure, TokenwayError, Unsupported
 from tokenway.group import Group
 from tokenway.meeting import gather_at
 
@@ -286,7 +286,13 @@ class Messages:
 def connect(group: Group, view: Any, digest: str, problem: TokenwayError | None) -> Messages:
     """This rank's part in moving weights of a group over a carrier. Collective. view: its weights, bytes. digest: of
     how they lie. problem: why this rank has none; it is raised here, when the others know. Errors: PeerRefused where
-    another rank has one, ConfigMismatch where weights lie otherwise, PeerTimeout, SystemFailure."""
+    another rank has one, ConfigMismatch where weights lie otherwise, PeerTimeout, SystemFailure; Unsupported, on all
+    ranks alike, where they have neither a carrier nor memory in common."""
+    if group.comm.carrier is None:
+        raise Unsupported(
+            f"ranks of the group are on several hosts, and backend {group.comm.backend!r} moves no weights between "
+            "hosts; backend 'torch' does"
+        )
     plan = group.comm.carrier.plan_of(group.native.pointer)
     limit = group.settings.timeout or usual_timeout()
     server = None

@@ -104,7 +104,8 @@ class Weights:
 
     Where ranks have no memory in common, as over a carrier, making this is collective, and each rank serves its weights
     to the others, over connections beside the group's steps, until `close` or the end of this object. Errors then also:
-    PeerRefused where another rank's arguments are refused, ConfigMismatch, PeerTimeout, SystemFailure.
+    PeerRefused where another rank's arguments are refused, ConfigMismatch, PeerTimeout, SystemFailure. Over "fabric"
+    this is Unsupported, if the ranks are on several hosts.
     """
 
     def __init__(self, group: Group, weights: Mapping[str, tuple[Any, Any]]):
