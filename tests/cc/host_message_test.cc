@@ -138,6 +138,11 @@ TEST(HostMessage, RefusesWhatIsNone) {
   message.begin(beyond.data(), beyond.size());
   message.put(0, kWindow - 2, row.data(), 3);
   EXPECT_FALSE(got.take(beyond, message.finish()));
+  message.begin(beyond.data(), beyond.size());
+  message.put(0, 0, row.data(), 24);
+  const uint64_t bytes = message.finish();
+  for (uint64_t less = 1; less < bytes; ++less) EXPECT_FALSE(got.take(beyond, bytes - less)) << less;
+  EXPECT_TRUE(got.take(beyond, bytes));
 }
 
 }  // namespace

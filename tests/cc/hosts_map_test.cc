@@ -88,21 +88,22 @@ TEST(HostsMap, RegionsDoNotOverlap) {
     shape.channels = 2;
     const bool folds = sizes == std::vector<int>{2, 2};
     const HostsMap map = map_of(sizes, shape, 1, folds);
-    std::map<uint64_t, uint64_t> words, lists;
+    std::multimap<uint64_t, uint64_t> words, lists;
     for (int channel = 0; channel < 2; ++channel) {
       for (int bank = 0; bank < HostsMap::kBanks; ++bank) {
         for (int list = 0; list < map.lists; ++list) {
-          words[map.word(channel, bank, list)] = HostsMap::kWordRoom;
-          words[map.block(channel, bank, list)] = map.block_bytes();
-          lists[map.inbox_at(channel, bank, list)] = map.inbox;
-          if (map.in_bank == 0) lists[map.returns_at(channel, bank, list)] = map.returns;
+          words.emplace(map.word(channel, bank, list), HostsMap::kWordRoom);
+          words.emplace(map.block(channel, bank, list), map.block_bytes());
+          lists.emplace(map.inbox_at(channel, bank, list), map.inbox);
+          if (map.in_bank == 0) lists.emplace(map.returns_at(channel, bank, list), map.returns);
         }
-        for (int host = 0; host < map.hosts; ++host) words[map.staged_block(channel, bank, host)] = map.block_bytes();
-        for (int rank = 0; rank < ranks; ++rank) words[map.rows_word(channel, bank, rank)] = HostsMap::kWordRoom;
-        lists[map.staging_at(channel, bank)] = map.staging;
-        if (map.straight > map.staging) lists[map.straight_at(channel, bank)] = map.straight;
+        for (int host = 0; host < map.hosts; ++host)
+          words.emplace(map.staged_block(channel, bank, host), map.block_bytes());
+        for (int rank = 0; rank < ranks; ++rank) words.emplace(map.rows_word(channel, bank, rank), HostsMap::kWordRoom);
+        lists.emplace(map.staging_at(channel, bank), map.staging);
+        if (map.straight > map.staging) lists.emplace(map.straight_at(channel, bank), map.straight);
         if (folds)
-          lists[map.tag(channel, bank, 0, 0, 0)] = sizeof(FoldTag) * map.tags * static_cast<uint64_t>(map.lists);
+          lists.emplace(map.tag(channel, bank, 0, 0, 0), sizeof(FoldTag) * map.tags * static_cast<uint64_t>(map.lists));
       }
     }
     for (const auto& [regions, bytes] : {std::pair(words, map.words_bytes()), {lists, map.lists_bytes()}}) {

@@ -8,30 +8,13 @@ namespace tw::test {
 namespace {
 
 // Engines keep the net that they are of.
-class Held final : public net::Engine {
+class Held final : public PassedOn {
  public:
   Held(std::shared_ptr<PretendedNet> between, std::unique_ptr<net::Engine> engine)
-      : net_(std::move(between)), engine_(std::move(engine)) {}
-
-  int rank() const override { return engine_->rank(); }
-  int size() const override { return engine_->size(); }
-  Status add_window(const net::Meeting& meeting, std::byte* memory, uint64_t bytes, int* window) override {
-    return engine_->add_window(meeting, memory, bytes, window);
-  }
-  net::Posted put(int peer, const net::Put& put) override { return engine_->put(peer, put); }
-  net::Posted put(int peer, const net::Put& put, const net::Word& word) override {
-    return engine_->put(peer, put, word);
-  }
-  uint64_t taken(int peer) const override { return engine_->taken(peer); }
-  uint64_t done(int peer) const override { return engine_->done(peer); }
-  bool poll() override { return engine_->poll(); }
-  Status failure(int peer) const override { return engine_->failure(peer); }
-  void give_up(int peer, const Status& why) override { engine_->give_up(peer, why); }
-  Status close(const net::Meeting& meeting) override { return engine_->close(meeting); }
+      : PassedOn(std::move(engine)), net_(std::move(between)) {}
 
  private:
   std::shared_ptr<PretendedNet> net_;
-  std::unique_ptr<net::Engine> engine_;
 };
 
 }  // namespace

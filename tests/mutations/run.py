@@ -36,6 +36,7 @@ from domain import DOMAIN
 from engine import ENGINE_MUTATIONS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
+from hosts import HOSTS
 from leases import LEASES_MUTATIONS
 from messages import MESSAGES_MUTATIONS
 from moving import MOVING_MUTATIONS
@@ -74,6 +75,7 @@ ALL = (
     + SHRUNK_MOVING_MUTATIONS
     + MESSAGES_MUTATIONS
     + ENGINE_MUTATIONS
+    + HOSTS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
