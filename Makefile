@@ -103,14 +103,15 @@ test-portable:  ## the tests of behaviour over the portable backend
 	  tests/py/test_any_placement.py tests/py/test_grouped_by_bound.py tests/py/test_bias.py tests/py/test_domain.py \
 	  tests/py/test_balancer.py --backend torch -k "not threads" -m "$(if $(ALL),,not long and )not heavy"
 
-# Ranks of this host are split into hosts of two; then between namespaces.
-FABRIC_PY = exchange errors survival throughput collectives leases growth parts auto per_expert bias
+# Ranks of this host are split into hosts of two; then between namespaces, which not every machine lets one make: there
+# it says that it skips them, and is no failure (make test-netns is).
+FABRIC_PY = exchange errors survival throughput collectives leases growth parts auto per_expert bias domain
 test-fabric:  ## the tests of behaviour between hosts, a part of them
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)
 	@EXAMPLES=10 $(TREE) $(STAGE) "between hosts" $(PY) -m pytest $(FABRIC_PY:%=tests/py/test_%.py) --backend fabric \
 	  -k "not threads and not stacked" -m "not slow and not long and not heavy"
-	@$(if $(ALL),EXAMPLES=10 $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
+	@$(if $(ALL),env -u TW_STRICT EXAMPLES=10 $(TREE) $(STAGE) "between namespaces" $(PY) tests/netns/run_all.py --quick)
 
 wheel:  ## dist/*.whl, with kernels for all GPUs (TOKENWAY_SM="90": for some)
 	@$(SETUP) run test

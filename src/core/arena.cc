@@ -104,6 +104,22 @@ Status place_in(const Arena& arena, GroupConfig* config) {
   return {};
 }
 
+Status check_settled(Arena& arena, const char* call) {
+  for (const twGroup* each : arena.groups) {
+    for (const twHandle* handle : each->handles) {
+      if (handle->pending == Pending::kNone) continue;
+      return fail(twInvalidUsage, "a handle has a send_only call pending on lane {}; call {} before {}",
+                  handle->channel, Function{"twComplete"}, Function{call});
+    }
+  }
+  for (int channel = 0; channel < arena.channels.size(); ++channel) {
+    if (arena.channels[channel].request == 0) continue;
+    return fail(twInvalidUsage, "a send_only gather or reduce is pending on lane {}; call {} before {}", channel,
+                Function{"twCompleteRequest"}, Function{call});
+  }
+  return {};
+}
+
 namespace {
 
 void end_step(twGroup& group, StepPlace at, const Refusal& sent) {

@@ -53,6 +53,10 @@ struct Arena {
 // too little room. Called before the group is one of the arena's.
 Status place_in(const Arena& arena, GroupConfig* config);
 
+// Whether nothing is under way on any lane of an arena: no send_only call that is not completed. call: for the
+// sentence.
+Status check_settled(Arena& arena, const char* call);
+
 // Ends what a group has under way on lanes that other groups go on with, and gives its lanes back: S2 wants that before
 // the next step there. May wait for the peers, which have all begun those steps.
 void end_steps(twGroup& group);

@@ -14,6 +14,7 @@
 
 #include "core/free_memory.h"
 #include "core/interrupt.h"
+#include "core/steps.h"
 #include "exchange/notes.h"
 
 namespace {
@@ -242,6 +243,9 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   Status checked =
       readable.ok() ? check_config(asked, ranks, on_device, comm->environment, &config, staged, least) : readable;
   if (checked.ok() && arena != nullptr) checked = place_in(*arena, &config);
+  // Between hosts a placed group may need more memory beside the window, to which no step may be on its way.
+  const bool moves = arena != nullptr && comm->hosts != nullptr;
+  if (checked.ok() && moves) checked = check_settled(*arena, "twGroupCreate");
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   Opening opening(bootstrap, occasion, left);
   Status opened = agree(opening, members, tags + kCheckedStage, deadline, kOccasion, checked);
@@ -251,7 +255,10 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
-  const Status room = arena != nullptr ? Status{} : check_memory(*comm, config, ranks, 0);
+  Status room = arena != nullptr ? Status{} : check_memory(*comm, config, ranks, 0);
+  for (int channel = 0; moves && room.ok() && channel < arena->channels.size(); ++channel) {
+    room = drain(*arena->groups.front(), channel, twPhaseNone, nullptr);
+  }
   TW_RETURN_IF_FAILED(agree(bootstrap, members, tags + kMemoryStage, deadline, kOccasion, room));
 
   auto group = std::make_unique<twGroup>(comm, std::move(config), std::move(members), rank, tags, arena);

@@ -21,18 +21,7 @@ constexpr char kGrowing[] = "growing a group";
 
 // Whether nothing is under way that a growth would disturb.
 Status check_idle(twGroup& group, const twReserve_t& given) {
-  for (const twGroup* each : group.arena->groups) {
-    for (const twHandle* handle : each->handles) {
-      if (handle->pending == Pending::kNone) continue;
-      return fail(twInvalidUsage, "a handle has a send_only call pending on lane {}; call {} before {}",
-                  handle->channel, Function{"twComplete"}, Function{"twGroupReserve"});
-    }
-  }
-  for (int channel = 0; channel < group.channels.size(); ++channel) {
-    if (group.channels[channel].request == 0) continue;
-    return fail(twInvalidUsage, "a send_only gather or reduce is pending on lane {}; call {} before {}", channel,
-                Function{"twCompleteRequest"}, Function{"twGroupReserve"});
-  }
+  TW_RETURN_IF_FAILED(check_settled(*group.arena, "twGroupReserve"));
   TW_RETURN_IF_FAILED(group.backend->check_stream(given.stream));
   if (!group.backend->captures(given.stream) && !group.backend->captures_any()) return {};
   return fail(twInvalidUsage, "a CUDA graph is captured; {} allocates and waits for other ranks, which no graph can",

@@ -393,7 +393,7 @@ Status make_fabric_backend(const BackendInit& init, std::unique_ptr<Backend>* ba
   std::shared_ptr<cpu::FabricTransport> transport;
   if (init.arena != nullptr) {  // its words and staging are the lanes'
     transport = static_cast<const cpu::CpuBackend<cpu::FabricTransport>&>(*init.arena).transport();
-    TW_RETURN_IF_FAILED(transport->check_placed(init));
+    TW_RETURN_IF_FAILED(transport->place(init));
   } else {
     TW_RETURN_IF_FAILED(cpu::FabricTransport::make(init, &transport));
   }

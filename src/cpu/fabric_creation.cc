@@ -148,37 +148,42 @@ Status FabricTransport::connect(const BackendInit& init) {
                              &words_.number);
 }
 
-Status FabricTransport::check_placed(const BackendInit& init) const {
+// Makes memory for the lists of next_hosts_map_. `ready`: how this rank's part before it went.
+Status FabricTransport::share_next_lists(const BackendInit& init, const Status& ready) {
+  Status shared = ready;
+  if (ready.ok()) shared = share(init, init.tag + kListsStage, next_hosts_map_.lists_bytes(), {}, &next_lists_);
+  TW_RETURN_IF_FAILED(
+      agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, shared));
+  const net::Meeting meeting{init.bootstrap, init.members, init.tag + kListsWindowStage, init.deadline};
+  return engine_->add_window(meeting, next_lists_.of[me_]->data(), next_hosts_map_.lists_bytes(), &next_lists_.number);
+}
+
+Status FabricTransport::place(const BackendInit& init) {
   if (engine_ == nullptr) return {};
-  const Domains& domains = init.context->domains;
-  const bool folds = domains.fold() && topology_.divides_into(domains.size);
+  const bool folds = this->folds(init.context->domains);  // else its partials travel as they are, to the same bits
   const HostsMap needed = HostsMap::make(topology_, init.context->map, init.context->replicas.size, folds);
-  if (hosts_map_.holds(needed, init.context->map)) return {};
-  return fail(twOutOfMemory,
-              "{} is a group whose messages between hosts have {} for each host, and this one's need {}; make it with "
-              "as many tokens and as large rows",
-              Argument("config.arena"), bytes_text(hosts_map_.message()), bytes_text(needed.message()));
+  if (hosts_map_.holds(needed)) return {};
+  next_map_ = map_;
+  next_hosts_map_ = hosts_map_.with(needed);
+  Status made = share_next_lists(init, {});
+  end_growth(made.ok());
+  return made;
 }
 
 Status FabricTransport::prepare_growth(const BackendInit& init, const WindowMap& grown) {
   next_map_ = grown;
-  next_hosts_map_ = HostsMap::make(topology_, grown, replicas_, folds_);
+  next_hosts_map_ = HostsMap::make(topology_, grown, replicas_, folds_).with(hosts_map_);
   const Near near(init, topology_);
   std::vector<std::shared_ptr<Mapping>> mates;
   for (const int rank : near.ranks) mates.push_back(windows_[rank]);
-  Status ready = grow_memory(*near.init.bootstrap, near.members, init.tag + kWindowsStage, init.deadline,
-                             grown.channels(), grown.channels_bytes(), mates);
+  const Status ready = grow_memory(*near.init.bootstrap, near.members, init.tag + kWindowsStage, init.deadline,
+                                   grown.channels(), grown.channels_bytes(), mates);
   if (engine_ == nullptr) return ready;
-  if (ready.ok()) ready = share(init, init.tag + kListsStage, next_hosts_map_.lists_bytes(), {}, &next_lists_);
-  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
-  const auto meeting = [&](uint64_t stage) {
-    return net::Meeting{init.bootstrap, init.members, init.tag + stage, init.deadline};
-  };
-  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kListsWindowStage), next_lists_.of[me_]->data(),
-                                          next_hosts_map_.lists_bytes(), &next_lists_.number));
+  TW_RETURN_IF_FAILED(share_next_lists(init, ready));
+  const net::Meeting meeting{init.bootstrap, init.members, init.tag + kWindowStage, init.deadline};
   int number = -1;
-  TW_RETURN_IF_FAILED(engine_->add_window(meeting(kWindowStage), windows_[me_]->data() + grown.channels(),
-                                          grown.channels_bytes(), &number));
+  TW_RETURN_IF_FAILED(
+      engine_->add_window(meeting, windows_[me_]->data() + grown.channels(), grown.channels_bytes(), &number));
   pieces_.insert(pieces_.begin(), {grown.channels(), grown.channels_bytes(), number});
   return {};
 }

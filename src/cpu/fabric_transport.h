@@ -35,8 +35,9 @@ class FabricTransport : public CpuTransport {
   FabricTransport(const FabricTransport&) = delete;
   FabricTransport& operator=(const FabricTransport&) = delete;
 
-  // Whether a group placed in the window of the one that this was made for finds room in it.
-  Status check_placed(const BackendInit& init) const;
+  // Makes room for a group that is placed in the window of the one that this was made for. Collective; no step is under
+  // way.
+  Status place(const BackendInit& init);
 
   void begin(StepPlace at, const Outline& outline, bool send_only);
   void put(int peer, uint64_t offset, const void* source, size_t n);
@@ -94,6 +95,7 @@ class FabricTransport : public CpuTransport {
   Status share(const BackendInit& init, uint64_t tag, uint64_t bytes, const std::function<void(std::byte*)>& fill,
                Shared* shared) const;
   Status connect(const BackendInit& init);
+  Status share_next_lists(const BackendInit& init, const Status& ready);
 
   bool is_near(int rank) const { return windows_[static_cast<size_t>(rank)] != nullptr; }
   uint64_t signal_at(int source, StepPlace at) const { return map_.signal(at.channel, at.bank(), source); }
@@ -107,9 +109,9 @@ class FabricTransport : public CpuTransport {
 
   // Sending.
   std::byte* staging() const {
-    const bool straight = area_ == Area::kStraight;
-    return lists_.of[me_]->data() + (straight ? hosts_map_.straight_at(at_.channel, at_.bank())
-                                              : hosts_map_.staging_at(at_.channel, at_.bank()));
+    const bool beyond = area_ == Area::kStraight || (area_ == Area::kReturns && hosts_map_.tags != 0);
+    return lists_.of[me_]->data() +
+           (beyond ? hosts_map_.straight_at(at_.channel, at_.bank()) : hosts_map_.staging_at(at_.channel, at_.bank()));
   }
   uint64_t message_room() const { return area_ == Area::kReturns ? hosts_map_.returns : hosts_map_.inbox; }
   HostMessage& message_to(int peer) { return messages_[static_cast<size_t>(topology_.host[peer])]; }

@@ -74,12 +74,14 @@ struct HostsMap {
   int local = 1;  // the most ranks of a host
   int lists = 0;  // the most that lie at one rank
   int channels = 0;
-  uint64_t inbox = 0;     // bytes of one message that goes out,
-  uint64_t returns = 0;   // of one that returns,
-  uint64_t staging = 0;   // of all messages of a step,
-  uint64_t straight = 0;  // and of a step whose rows go straight
-  uint64_t tags = 0;      // FoldTags of a list; 0: nothing is folded here
-  uint64_t in_bank = 0;   // where returns begin in the window's bank; 0: they have room of their own
+  uint64_t inbox = 0;      // bytes of one message that goes out,
+  uint64_t returns = 0;    // of one that returns,
+  uint64_t staging = 0;    // of all messages of a step,
+  uint64_t straight = 0;   // and of a step whose rows go straight
+  uint64_t tags = 0;       // FoldTags of a list; 0: nothing is folded here
+  uint64_t bank = 0;       // bytes of a window's bank,
+  uint64_t bank_used = 0;  // and of a combine's inbox in it
+  uint64_t in_bank = 0;    // where returns begin in the window's bank; 0: they have room of their own
 
   // replicas: ranks that hold the same tokens, whose sums they put to each other straight.
   // folds: by domain, at the sending host.
@@ -116,20 +118,34 @@ struct HostsMap {
     made.straight =
         align(std::max(static_cast<uint64_t>(topology.most_remote()) * part,
                        replicas > 1 ? sharing * (map.bank_bytes() / static_cast<uint64_t>(replicas) + kSlack) : 0));
-    made.staging = static_cast<uint64_t>(made.hosts - 1) * made.message();
-    const uint64_t all_returns = static_cast<uint64_t>(made.lists) * made.returns;
-    if (inbox_end(map) + all_returns <= map.bank_bytes()) {
-      made.in_bank = (map.bank_bytes() - all_returns) / kAlignment * kAlignment;
-      if (made.in_bank < inbox_end(map)) made.in_bank = 0;
-    }
+    const auto others = static_cast<uint64_t>(made.hosts - 1);
+    made.staging = others * made.message();
+    if (folds) made.straight = std::max(made.straight, others * made.returns);
+    made.bank = map.bank_bytes();
+    made.bank_used = inbox_end(map);
+    made.place_returns();
     return made;
   }
 
-  // Whether a group of that map, placed among those that this one was made for, finds room in it.
-  bool holds(const HostsMap& other, const WindowMap& map) const {
-    return inbox >= other.inbox && returns >= other.returns && staging >= other.staging &&
-           straight_room() >= other.straight_room() && tags >= other.tags &&
-           (in_bank == 0 || inbox_end(map) <= in_bank);
+  // Whether a group of that map, placed in the window of those that this one was made for, finds room in it.
+  bool holds(const HostsMap& other) const {
+    return inbox >= other.inbox && returns >= other.returns && straight_room() >= other.straight_room() &&
+           tags >= other.tags && (tags != 0 ? straight_room() : staging) >= other.staging &&
+           (in_bank == 0 || other.bank_used <= in_bank);
+  }
+
+  // The map with room for both, over one window.
+  HostsMap with(const HostsMap& other) const {
+    HostsMap made = *this;
+    made.inbox = std::max(inbox, other.inbox);
+    made.returns = std::max(returns, other.returns);
+    made.tags = std::max(tags, other.tags);
+    made.staging = std::max({staging, other.staging, static_cast<uint64_t>(hosts - 1) * made.message()});
+    made.straight = std::max({straight, other.straight, made.tags != 0 ? std::max(staging, other.staging) : 0,
+                              made.tags != 0 ? static_cast<uint64_t>(hosts - 1) * made.returns : 0});
+    made.bank_used = std::max(bank_used, other.bank_used);
+    made.place_returns();
+    return made;
   }
 
   // The longest message that is staged.
@@ -170,14 +186,15 @@ struct HostsMap {
     const auto place = static_cast<uint64_t>(list) * tags + static_cast<uint64_t>(token * local + rail);
     return staging_at(channel, bank) + staging + sizeof(FoldTag) * place;
   }
-  // Where straight runs are staged: with messages where there is room for both, else behind all lists.
+  // Where straight runs are staged: with messages where there is room for both, else behind all lists. Partials that
+  // are not folded, of a group that is placed in the window of one that folds, are too.
   uint64_t straight_at(int channel, int bank) const {
     if (beyond() == 0) return staging_at(channel, bank);
     return lists_at(channels, 0) + (static_cast<uint64_t>(channel) * kBanks + static_cast<uint64_t>(bank)) * straight;
   }
 
-  // What a rank has beside its window, and what a reduce, or replicas that share sums, take beyond that: memory that
-  // nobody touches before the first of them, and the system does not give before.
+  // What a rank has beside its window, and what a reduce, replicas that share sums, or such a group take beyond that:
+  // memory that nobody touches before the first of them, and the system does not give before.
   uint64_t bytes() const {
     return words_bytes() + (hosts == 1 ? 0 : kBanks * static_cast<uint64_t>(channels) * lists_bank());
   }
@@ -187,6 +204,12 @@ struct HostsMap {
   static constexpr uint64_t kSlack = 4096;  // parts of a bank are aligned, each tensor's
 
   static constexpr uint64_t align(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  // Puts returns behind the inbox of a combine in the window's bank, where they fit there.
+  void place_returns() {
+    const uint64_t all = static_cast<uint64_t>(lists) * returns;
+    in_bank = bank_used + all <= bank ? (bank - all) / kAlignment * kAlignment : 0;
+    if (in_bank < bank_used) in_bank = 0;
+  }
   // Where the inbox of a combine, and the values beside it, end in a bank.
   static uint64_t inbox_end(const WindowMap& map) {
     const Shape& shape = map.shape();

@@ -231,13 +231,6 @@ MOVING_MUTATIONS = (
         (Edit(BALANCER, "            if void:  # what", "            if False:  # what"),),
     ),
     Mutation(
-        "ready before all copies have begun",
-        "M2",
-        BALANCED,
-        "test_small_pieces",
-        (Edit(BALANCER, "ended = not begun and not each.pieces and self", "ended = not begun and self"),),
-    ),
-    Mutation(
         "ready before all copies have ended",
         "M2",
         BALANCED,

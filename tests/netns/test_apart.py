@@ -76,7 +76,9 @@ def connect_by_torch(env: Env, store: str, backend: str) -> tuple[Any, str]:
     dist.init_process_group("gloo", init_method=store, rank=env.rank, world_size=env.nranks)
     try:
         if backend not in ("auto", "torch"):
-            return caught(tw.connect, backend=backend, timeout=20), ""
+            outcome = caught(tw.connect, backend=backend, timeout=20)
+            dist.barrier()  # who leaves at once takes the store away in which the others look
+            return outcome, ""
         with tw.connect(backend=backend, timeout=20) as comm:
             env.comm = comm
             make_group(env)

@@ -39,6 +39,8 @@ def test_rows_between_hosts(tokens) -> None:
 def test_which_rank_is_where() -> None:
     assert hosts.hosts_of(["b", "b", "a", "b", "c"], None) == [0, 0, 1, 0, 2]
     assert hosts.hosts_of(["b"] * 5, 2) == [0, 0, 1, 1, 2]
+    assert [hosts.alike(of) for of in ([0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 0, 1])] == [2, 3, 2]
+    assert [hosts.alike(of) for of in ([0, 0], [0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 1])] == [0] * 4
 
 
 @pytest.mark.parametrize(("words", "sizes"), [("2x3", (3, 3)), ("1,2,3", (1, 2, 3)), ("4", (4,)), ("1x1", (1,))])
@@ -124,7 +126,7 @@ def made_run() -> dict[str, Any]:
         "top_k": 3,
         "tokens": 8,
         "rows_between_hosts": {"to_ranks": 1234, "to_hosts": 600},
-        "pairs": {"fabric": pair, "torch": slow},
+        "pairs": {"fabric": pair, "torch": slow, "fabric by domain": pair | {"median": 125.0}},
     }
     settings = {
         "ranks": 4,
@@ -154,7 +156,10 @@ def test_the_table() -> None:
         "fabric p99": "400",
         "torch us": "1,000",
         "torch p99": "2,500",
+        "fabric by domain us": "125",
+        "fabric by domain p99": "400",
         "torch / fabric": "4.00x",
+        "torch / fabric by domain": "8.00x",
     }
     assert "new routing" in kind.notes(run)[0]
     run["settings"]["verify_only"], run["rows"][0]["pairs"] = True, {}
@@ -174,5 +179,5 @@ def test_results(tmp_path, torch) -> None:
     assert main(["bench", *words]) == 0
     run = json.loads(path.read_text())
     assert run["backend"] == "fabric" and run["hosts"] == [2, 2] and run["settings"]["hosts"]["backends"][1] == "torch"
-    assert [set(row["pairs"]) for row in run["rows"]] == [{"fabric", "torch"}] * 2
+    assert [set(row["pairs"]) for row in run["rows"]] == [{"fabric", "torch", "fabric by domain"}] * 2
     assert "torch / fabric" in report.markdown(run)

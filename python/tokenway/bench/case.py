@@ -50,6 +50,7 @@ class Case:
     weighting: str
     seed: int = 0
     gradients: bool = False  # of the backward pass: other values, by the same routing
+    domain: int = 0  # ranks whose partials are folded; 0: none
 
     @property
     def name(self) -> str:
@@ -83,15 +84,19 @@ class Case:
 
     def group_settings(self, max_tokens: int) -> dict[str, Any]:
         """Keywords of Group."""
-        return {
-            "experts": self.profile.experts,
-            "top_k": self.profile.top_k,
-            "hidden": self.profile.hidden,
-            "max_tokens": max_tokens,
-            "dtype": self.dtype,
-            "combine_dtype": self.combine_dtype,
-            "payloads": {"scales": (self.scales, "float32")} if self.scales else None,
-        } | ({"mode": "high_throughput"} if self.exact else {})
+        return (
+            {
+                "experts": self.profile.experts,
+                "top_k": self.profile.top_k,
+                "hidden": self.profile.hidden,
+                "max_tokens": max_tokens,
+                "dtype": self.dtype,
+                "combine_dtype": self.combine_dtype,
+                "payloads": {"scales": (self.scales, "float32")} if self.scales else None,
+            }
+            | ({"mode": "high_throughput"} if self.exact else {})
+            | ({"domain": self.domain} if self.domain else {})
+        )
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -99,7 +104,7 @@ class Case:
         generate = generator(self.routing)
         p = self.profile
         drawn = [generate(r, self.tokens, p.experts, p.top_k, self.seed, ranks=self.ranks) for r in range(self.ranks)]
-        return Exchange([d[0] for d in drawn], [d[1] for d in drawn], p.experts, self.tokens)
+        return Exchange([d[0] for d in drawn], [d[1] for d in drawn], p.experts, self.tokens, domain=self.domain)
 
     @property
     def backward(self) -> Case:

@@ -34,6 +34,7 @@ from tokenway.connecting import _host, connect
 from tokenway.group import Group
 from tokenway.handle import Handle
 
+FABRIC, BY_DOMAIN = "fabric", "fabric by domain"
 ROUTINGS = 4  # by turns, so that no step finds what it needs where the last one left it
 
 Array = np.ndarray
@@ -127,15 +128,21 @@ def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack
     each = _ranks_per_host(settings)
     comms = {}
     for name in settings.hosts.backends:
-        more = {"ranks_per_host": each} if name == "fabric" and each else {}
+        more = {"ranks_per_host": each} if name == FABRIC and each else {}
         comms[name] = stack.enter_context(connect(backend=name, **more))
     hosts = hosts_of(talk.allgather(_host()), each)
+    domains = dict.fromkeys(comms, 0)
+    if FABRIC in comms and (domain := alike(hosts)):
+        comms[BY_DOMAIN], domains[BY_DOMAIN] = comms[FABRIC], domain
     rows = []
     for profile in settings.profiles:
         cases = [case for case in settings.cases() if case.profile.name == profile]
-        keywords = cases[0].group_settings(max(case.tokens for case in cases))
+        most = max(case.tokens for case in cases)
         with ExitStack() as groups:
-            made = {name: groups.enter_context(runner.open_group(comm, **keywords)) for name, comm in comms.items()}
+            made: dict[str, Group] = {}
+            for name, domain in domains.items():
+                keywords = replace(cases[0], domain=domain).group_settings(most)
+                made[name] = groups.enter_context(runner.open_group(comms[name], **keywords))
             for case in cases:
                 progress.doing(case.name)
                 rows.append(_point(settings, talk, made, case, hosts))
@@ -158,6 +165,13 @@ def hosts_of(names: Sequence[str], each: int | None) -> list[int]:
         return [rank // each for rank in range(len(names))]
     known = list(dict.fromkeys(names))
     return [known.index(name) for name in names]
+
+
+def alike(hosts: Sequence[int]) -> int:
+    """How many ranks each host has, where all but perhaps the last, which may have fewer, have as many, several, and in
+    order; else 0: no domain is a host."""
+    each = hosts.count(0)
+    return each if each > 1 and len(hosts) > each and list(hosts) == [rank // each for rank in range(len(hosts))] else 0
 
 
 def rows_between(case: Case, hosts: Sequence[int]) -> dict[str, int]:
@@ -203,13 +217,15 @@ def _point(
 
 def _verified(talk: Talk, groups: dict[str, Group], case: Case) -> list[Steps]:
     """The subjects of a case, whose results all have been compared with the oracle's."""
-    cases = [replace(case, seed=case.seed + number) for number in range(ROUTINGS)]
-    wants = [verify.expected_output(at, talk.rank) for at in cases]
     subjects = []
+    wants: dict[int, list[Array]] = {}
     for name, group in groups.items():
+        cases = [replace(case, seed=case.seed + number, domain=group.domain) for number in range(ROUTINGS)]
+        if group.domain not in wants:
+            wants[group.domain] = [verify.expected_output(at, talk.rank) for at in cases]
         steps = []
         handle = None
-        for at, want in zip(cases, wants, strict=True):
+        for at, want in zip(cases, wants[group.domain], strict=True):
             x, sent = at.exchange, at.inputs(talk.rank)
             if handle is None:
                 handle = group.route(x.ids[talk.rank], x.weight[talk.rank])

@@ -12,12 +12,16 @@ def tables(run: Run) -> list[Table]:
     settings = run["settings"]
     what = f"{settings['ranks']} ranks on hosts of {_sizes(run['hosts'])}, {settings['dtype']}, {settings['layout']}"
     what += f", weighting {settings['weighting']}"
-    backends = settings["hosts"]["backends"]
     heads = ["profile", "top-k", "tokens", "rows to ranks of other hosts", "to other hosts"]
-    timed = [] if settings["verify_only"] else backends
+    timed = list(run["rows"][0]["pairs"])
     heads += [head for name in timed for head in (f"{name} us", f"{name} p99")]
-    heads += [f"{name} / {backends[0]}" for name in timed[1:]]
+    heads += [f"{other} / {name}" for name, other in _compared(timed)]
     return [Table(medians(what, settings), heads, [_cells(row, timed) for row in run["rows"]], range(1))]
+
+
+def _compared(timed: list[str]) -> list[tuple[str, str]]:
+    """(fabric, torch), and so on: what was timed beside the portable backend."""
+    return [(name, other) for name in timed for other in timed if name.startswith("fabric") and other == "torch"]
 
 
 def _sizes(hosts: list[int]) -> str:
@@ -34,7 +38,7 @@ def _cells(row: Row, timed: list[str]) -> list[str]:
     cells += [f"{between['to_ranks']:,}", f"{between['to_hosts']:,}"]
     for name in timed:
         cells += [microseconds(pairs[name]["median"]), microseconds(pairs[name]["p99"])]
-    return cells + [f"{pairs[name]['median'] / pairs[timed[0]]['median']:.2f}x" for name in timed[1:]]
+    return cells + [f"{pairs[other]['median'] / pairs[name]['median']:.2f}x" for name, other in _compared(timed)]
 
 
 def notes(run: Run) -> list[str]:
