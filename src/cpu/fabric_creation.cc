@@ -74,6 +74,7 @@ FabricTransport::FabricTransport(const BackendInit& init, Windows windows, const
 }
 
 FabricTransport::~FabricTransport() {
+  agent_.reset();  // it posts
   // Ranks that have come through the last step together have nothing under way. Of others, what this rank has sent
   // shall arrive, as it would in memory that they share.
   const TimePoint until = std::chrono::steady_clock::now() + kLastPuts;
