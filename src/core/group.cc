@@ -16,6 +16,7 @@
 #include "core/interrupt.h"
 #include "core/steps.h"
 #include "exchange/notes.h"
+#include "layout/hosts_map.h"
 
 namespace {
 
@@ -180,9 +181,18 @@ constexpr char kOccasion[] = "creating a group";
 
 }  // namespace
 
-Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks, uint64_t there) {
-  const uint64_t needed = config.map.bytes() - there;
+Status check_memory(const twComm& comm, const GroupConfig& config, const std::vector<int>& members, uint64_t there) {
+  uint64_t needed = config.map.bytes() - there;
+  auto ranks = static_cast<int32_t>(members.size());  // on this host
   FreeMemory free = find_free_memory();
+  if (comm.hosts != nullptr) {
+    const Topology topology = comm.hosts->topology(members);
+    const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();
+    const Domains domains = Domains::make(config.given.domain, ranks);
+    const bool folds = domains.fold() && topology.divides_into(domains.size);
+    needed += HostsMap::make(topology, config.map, std::max(1, config.given.token_replicas), folds).bytes();
+    ranks = static_cast<int32_t>(topology.mates(static_cast<int>(me)).size());
+  }
 #if TOKENWAY_WITH_CUDA
   if (comm.device >= 0) {
     TW_RETURN_IF_FAILED(device_memory(comm.device, &free.bytes));
@@ -255,7 +265,7 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   TW_RETURN_IF_FAILED(
       gather(bootstrap, members, tags + kCompareStage, {pack_config(config), {}}, deadline, kOccasion, &configs));
   TW_RETURN_IF_FAILED(compare_configs(configs));
-  Status room = arena != nullptr ? Status{} : check_memory(*comm, config, ranks, 0);
+  Status room = arena != nullptr ? Status{} : check_memory(*comm, config, members, 0);
   for (int channel = 0; moves && room.ok() && channel < arena->channels.size(); ++channel) {
     room = drain(*arena->groups.front(), channel, twPhaseNone, nullptr);
   }

@@ -106,8 +106,9 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
                     const Room& least = {});
 
 // Parts of creation that growth has too. check_memory fails if a rank's free memory does not suffice for a window of
-// which it has `there` bytes already. make_init: what a backend is made with; it refers to the group.
-Status check_memory(const twComm& comm, const GroupConfig& config, int32_t ranks, uint64_t there);
+// which it has `there` bytes already, and for what it needs beside it between hosts. make_init: what a backend is made
+// with; it refers to the group.
+Status check_memory(const twComm& comm, const GroupConfig& config, const std::vector<int>& members, uint64_t there);
 BackendInit make_init(const twComm& comm, const twGroup& group, uint64_t tag, TimePoint deadline);
 
 // Destroys a group. Collective, with a bounded barrier unless the group is sticky. Where it returns an error, the group

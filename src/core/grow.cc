@@ -137,7 +137,7 @@ Status meet_and_grow(twGroup& group, const twReserve_t& given, const Status& rea
   for (int channel = 0; channel < group.channels.size() && settled.ok(); ++channel) {
     settled = drain(group, channel, twPhaseNone, given.stream);
   }
-  if (settled.ok()) settled = check_memory(comm, larger, group.ranks(), group.context.map.bytes());
+  if (settled.ok()) settled = check_memory(comm, larger, group.members, group.context.map.bytes());
   TW_RETURN_IF_FAILED(agree(bootstrap, group.members, tags + kRoom, deadline, kGrowing, settled));
 
   const Status ready = group.backend->prepare_growth(make_init(comm, group, tags + kWindows, deadline), &larger.map);

@@ -5,9 +5,11 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "bootstrap/bootstrap.h"
+#include "layout/topology.h"
 
 namespace tw {
 
@@ -22,6 +24,13 @@ struct Hosts {
   std::unique_ptr<Bootstrap> among;  // the ranks of this host alone; NULL: the comm's own carries descriptors
   // Connects the ranks of a group. Collective among the meeting's members.
   std::function<Status(const net::Meeting&, std::unique_ptr<net::Engine>*)> connect;
+
+  // Of a group's ranks, which are these of the comm.
+  Topology topology(std::span<const int> members) const {
+    std::vector<int> names;
+    for (const int member : members) names.push_back(of[static_cast<size_t>(member)]);
+    return Topology::make(names);
+  }
 };
 
 }  // namespace tw

@@ -25,13 +25,6 @@ enum FabricStage : uint64_t {
 constexpr char kConnecting[] = "connecting the ranks of several hosts";
 constexpr std::chrono::seconds kLastPuts{2};  // for what this rank has sent to go out, before its engine ends
 
-// The names of the hosts of a group's ranks.
-std::vector<int> names_of(const BackendInit& init) {
-  std::vector<int> names;
-  for (const int member : init.members) names.push_back(init.hosts->of[static_cast<size_t>(member)]);
-  return names;
-}
-
 // What a backend among the ranks of this host alone would be made with.
 struct Near {
   BackendInit init;
@@ -90,7 +83,7 @@ FabricTransport::~FabricTransport() {
 }
 
 Status FabricTransport::make(const BackendInit& init, std::shared_ptr<FabricTransport>* made) {
-  const Topology topology = Topology::make(names_of(init));
+  const Topology topology = init.hosts->topology(init.members);
   const Near near(init, topology);
   Windows mates;
   Status ready = map_windows(near.init, &mates);
