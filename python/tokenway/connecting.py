@@ -211,7 +211,12 @@ def _tried(party: Party, wish: _Wish, backend: str, limit: float, connect: Any) 
     except Exception as caught:
         error = caught
     told = error and str(error), isinstance(error, Unsupported)
-    all_ranks = party.gather(backend, told, limit)
+    try:
+        all_ranks = party.gather(backend, told, limit)
+    except BaseException:
+        if comm is not None:
+            comm.close()
+        raise
     if all(text is None for text, _ in all_ranks):
         return comm, ""
     if comm is not None:

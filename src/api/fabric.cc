@@ -71,6 +71,8 @@ Status create_fabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommC
   TW_RETURN_IF_FAILED(tw::check_range("config.ranks_per_host", config.ranks_per_host, 0, TW_MAX_RANKS));
   tw::net::FabricOptions options;
   if (config.provider != nullptr) options.provider = config.provider;
+  // Waits end by the groups' timeouts, however long these are, and by asking who is to blame.
+  options.patience = std::chrono::hours(24 * 365);
   TW_RETURN_IF_FAILED(check_provider(options.provider));
   const auto gather = [&](const void* mine, void* all, size_t bytes) {
     return config.allgather(mine, all, bytes, config.allgather_context);

@@ -111,10 +111,10 @@ Status grow_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t 
 
 Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline,
                     uint64_t bytes, bool grows, const std::function<void(std::byte*)>& fill, const std::string& note,
-                    SharedMemory* memory) {
+                    SharedMemory* memory, const Status& ready) {
   Parcel mine;
   std::shared_ptr<Mapping> own;
-  Status made = make_memfd(bytes, bootstrap.size(), &mine.fd);
+  Status made = ready.ok() ? make_memfd(bytes, bootstrap.size(), &mine.fd) : ready;
   if (made.ok()) made = map_memory(mine.fd->get(), bytes, grows, &own);
   uint64_t number = 0;
   if (made.ok()) {

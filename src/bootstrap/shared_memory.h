@@ -43,10 +43,10 @@ struct SharedMemory {
 
 // Makes this rank's memory, zero except for what `fill` writes, and maps those of all members. Collective among
 // members; a rank that fails on its own tells the others before it returns. `grows`: grow_memory may follow. `note`: a
-// few bytes for everybody.
+// few bytes for everybody. `ready`: what this rank could not do before, which the others then hear here.
 Status share_memory(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline,
                     uint64_t bytes, bool grows, const std::function<void(std::byte*)>& fill, const std::string& note,
-                    SharedMemory* memory);
+                    SharedMemory* memory, const Status& ready = {});
 
 // Adds `bytes` to each member's memory, `at` bytes from its begin, zero. Collective, and as share_memory about ranks
 // that fail; what a rank has added then stays mapped, and costs nothing.

@@ -27,6 +27,11 @@ struct twComm : tw::Quarantined<twComm> {
   std::atomic<int> groups = 0;  // alive
   tw::Occupied occupied;        // taken by a call in which its ranks meet
 
+  // Tells members that this rank takes no further part in a call, in all meetings that such a call may have.
+  void give_up(std::span<const int> members, uint64_t occasion) {
+    bootstrap->give_up(members, occasion);
+    if (hosts != nullptr && hosts->among != nullptr) hosts->among->give_up(hosts->mates(members), occasion);
+  }
   // A range of 2^16 tags for one collective call.
   uint64_t next_tags() { return occasions++ << 16; }
 };

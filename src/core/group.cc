@@ -302,7 +302,7 @@ Status create_group(twComm* comm, const twGroupConfig_t& given, const Status& re
                     const Room& least) {
   const std::vector<int> asked = members;
   Status created = make_group(comm, given, readable, std::move(members), tags, made, occasion, left, least);
-  if (created.code == twInterrupted) comm->bootstrap->give_up(asked, occasion_of(tags));
+  if (created.code == twInterrupted) comm->give_up(asked, occasion_of(tags));
   return created;
 }
 

@@ -158,7 +158,7 @@ Status grow_group(twGroup& group, const twReserve_t& given, const Status& readab
   }
   Status grown = meet_and_grow(group, given, readable, tags);
   if (grown.code == twInterrupted) {
-    group.comm->bootstrap->give_up(group.members, occasion_of(tags));
+    group.comm->give_up(group.members, occasion_of(tags));
     return heed_interrupt(group, std::move(grown));
   }
   if (grown.code == twPeerDied || grown.code == twPeerAborted) TW_RETURN_IF_FAILED(check_usable(group, twPhaseNone));

@@ -25,6 +25,14 @@ struct Hosts {
   // Connects the ranks of a group. Collective among the meeting's members.
   std::function<Status(const net::Meeting&, std::unique_ptr<net::Engine>*)> connect;
 
+  // Those of them that are of this host, as ranks of `among`.
+  std::vector<int> mates(std::span<const int> members) const {
+    std::vector<int> found;
+    for (const int member : members) {
+      if (local[static_cast<size_t>(member)] >= 0) found.push_back(local[static_cast<size_t>(member)]);
+    }
+    return found;
+  }
   // Of a group's ranks, which are these of the comm.
   Topology topology(std::span<const int> members) const {
     std::vector<int> names;

@@ -146,7 +146,12 @@ class CpuBackend : public Backend {
     return end;
   }
 
-  bool counts_ready(StepPlace at, TimePoint until) override { return would_end(transport_, context_.map, at, until); }
+  bool counts_ready(StepPlace at, TimePoint until) override {
+    if constexpr (requires { transport_.ask(false); }) transport_.ask(false);
+    const bool ready = would_end(transport_, context_.map, at, until);
+    if constexpr (requires { transport_.ask(true); }) transport_.ask(true);
+    return ready;
+  }
 
   StepEnd finish_combine(const CombineCall& call, TimePoint deadline, HandleArrays& handle) override {
     const Shape& rows = call.sent.map.shape();

@@ -102,8 +102,8 @@ Status FabricTransport::make(const BackendInit& init, std::shared_ptr<FabricTran
         }
       }
     };
-    if (ready.ok()) ready = transport->share(init, init.tag + kWordsStage, map.words_bytes(), fill, &transport->words_);
-    if (ready.ok()) ready = transport->share(init, init.tag + kListsStage, map.lists_bytes(), {}, &transport->lists_);
+    ready = transport->share(init, init.tag + kWordsStage, ready, map.words_bytes(), fill, &transport->words_);
+    ready = transport->share(init, init.tag + kListsStage, ready, map.lists_bytes(), {}, &transport->lists_);
   }
   TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, ready));
   if (map.hosts > 1) TW_RETURN_IF_FAILED(transport->connect(init));
@@ -113,7 +113,8 @@ Status FabricTransport::make(const BackendInit& init, std::shared_ptr<FabricTran
   return {};
 }
 
-Status FabricTransport::share(const BackendInit& init, uint64_t tag, uint64_t bytes,
+// `ready`: how this rank's part before it went. Mates hear of a failure here, and wait for nobody.
+Status FabricTransport::share(const BackendInit& init, uint64_t tag, const Status& ready, uint64_t bytes,
                               const std::function<void(std::byte*)>& fill, Shared* shared) const {
   const Near near(init, topology_);
   SharedMemory memory;
@@ -121,7 +122,7 @@ Status FabricTransport::share(const BackendInit& init, uint64_t tag, uint64_t by
     if (fill) fill(begin);
   };
   TW_RETURN_IF_FAILED(
-      share_memory(*near.init.bootstrap, near.members, tag, init.deadline, bytes, false, fill_in, "", &memory));
+      share_memory(*near.init.bootstrap, near.members, tag, init.deadline, bytes, false, fill_in, "", &memory, ready));
   shared->of.resize(static_cast<size_t>(topology_.size()));
   for (size_t i = 0; i < memory.by_rank.size(); ++i) shared->of[near.ranks[i]] = memory.by_rank[i];
   return {};
@@ -144,8 +145,7 @@ Status FabricTransport::connect(const BackendInit& init) {
 
 // Makes memory for the lists of next_hosts_map_. `ready`: how this rank's part before it went.
 Status FabricTransport::share_next_lists(const BackendInit& init, const Status& ready) {
-  Status shared = ready;
-  if (ready.ok()) shared = share(init, init.tag + kListsStage, next_hosts_map_.lists_bytes(), {}, &next_lists_);
+  const Status shared = share(init, init.tag + kListsStage, ready, next_hosts_map_.lists_bytes(), {}, &next_lists_);
   TW_RETURN_IF_FAILED(
       agree(*init.bootstrap, init.members, init.tag + kSharedStage, init.deadline, kConnecting, shared));
   const net::Meeting meeting{init.bootstrap, init.members, init.tag + kListsWindowStage, init.deadline};

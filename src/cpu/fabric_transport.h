@@ -46,6 +46,9 @@ class FabricTransport : public CpuTransport {
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
   Waited wait(int peer, uint64_t offset, uint32_t step, TimePoint deadline);
 
+  // Whether waits that are late ask who is to blame. One that only looks whether something has come does not.
+  void ask(bool asks) { asks_ = asks; }
+
   // Whether partials of a group with these domains are folded before they go to other hosts (fabric_folding.cc).
   bool folds(const Domains& domains) const;
 
@@ -92,8 +95,8 @@ class FabricTransport : public CpuTransport {
   FabricTransport(const BackendInit& init, Windows windows, const Topology& topology);
 
   // Creation (fabric_creation.cc).
-  Status share(const BackendInit& init, uint64_t tag, uint64_t bytes, const std::function<void(std::byte*)>& fill,
-               Shared* shared) const;
+  Status share(const BackendInit& init, uint64_t tag, const Status& ready, uint64_t bytes,
+               const std::function<void(std::byte*)>& fill, Shared* shared) const;
   Status connect(const BackendInit& init);
   Status share_next_lists(const BackendInit& init, const Status& ready);
 
@@ -156,7 +159,8 @@ class FabricTransport : public CpuTransport {
   std::vector<Piece> pieces_;     // of the window
   std::vector<Inbound> inbound_;  // [N]
   std::unique_ptr<Asking> asking_;
-  TimePoint looked_{};  // when peers' posts were looked at last
+  bool asks_ = true;
+  std::atomic<int64_t> looked_ = 0;  // when peers' posts were looked at last, by the clock's count
 
   // The step that is being sent.
   StepPlace at_{};

@@ -31,7 +31,7 @@ StepPlace FabricTransport::place_of(uint64_t offset, int source, uint32_t step) 
 // Looks for a moment whether a rank's step comes.
 bool FabricTransport::look(int rank, StepPlace at, TimePoint deadline) {
   if (is_here(rank, at)) return true;
-  if (engine_ == nullptr) return false;
+  if (engine_ == nullptr) return spin(signal_at(rank, at), at.step, deadline);
   const TimePoint end = std::min(std::chrono::steady_clock::now() + spin_, deadline);
   do {
     while (engine_->poll()) {
@@ -114,6 +114,7 @@ int FabricTransport::find_dead(StepPlace at) {
 // Asks all ranks how many steps they have sent, and blames who has stopped, else who has sent the fewest (S5: who waits
 // has sent at least what it waits for), else the rank in whose memory the word is missing.
 Waited FabricTransport::blame(int peer, StepPlace at, TimePoint now) {
+  if (!asks_) return Wake::kLate;
   const auto over = [&] { return is_here(peer, at) || given_up_at(at) != TimePoint::max(); };
   const std::vector<int64_t> sent = asking_->ask(now + kAnswers, over);
   if (is_here(peer, at)) return Wake::kArrived;
@@ -156,14 +157,14 @@ AbortSignal FabricTransport::abort_of(int writer) {
 }
 
 AbortSignal FabricTransport::find_abort() {
-  const TimePoint now = std::chrono::steady_clock::now();
-  const bool rarely = now - looked_ >= kBetweenLooks;
-  if (rarely) looked_ = now;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  const bool rarely = now - TimePoint::duration(looked_.load(std::memory_order_relaxed)) >= kBetweenLooks;
+  if (rarely) looked_.store(now.count(), std::memory_order_relaxed);
   for (int writer = 0; writer < ranks(); ++writer) {
     if (!is_near(writer) && !rarely) continue;
     const AbortSignal signal = abort_of(writer);
     if (signal.kind == 0) continue;
-    looked_ = {};  // a caller that asks again is told again
+    looked_.store(0, std::memory_order_relaxed);  // a caller that asks again is told again
     return signal;
   }
   return {};

@@ -1,6 +1,8 @@
 // Writing and reading messages between hosts (cpu/host_message.h).
 #include "cpu/host_message.h"
 
+#include <algorithm>
+
 namespace tw::cpu {
 
 void HostMessage::begin(std::byte* to, uint64_t room) {
@@ -18,6 +20,9 @@ void HostMessage::put(int rail, uint64_t offset, const void* source, size_t n) {
 void HostMessage::put_row(int rail, uint64_t offset, const void* source, size_t n) {
   for (Open& row : open_) {
     if (row.source != source || row.bytes != n) continue;
+    // Where rows are one memory (of a stride of 0), each of them is one: a record has a target of a rank once.
+    const auto is_there = [&](uint64_t to) { return static_cast<int>(to >> Record::kOffsetBits) == rail; };
+    if (std::ranges::any_of(row.targets, is_there)) continue;
     row.targets.push_back(target(rail, offset));
     return;
   }

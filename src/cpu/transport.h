@@ -76,6 +76,7 @@ class CpuTransport {
   std::atomic_ref<uint64_t> at(int peer, uint64_t offset) const {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(windows_[peer]->data() + offset));
   }
+  bool spin(uint64_t offset, uint32_t step, TimePoint deadline) const;
   void sleep(uint64_t offset, uint32_t step, TimePoint deadline);
 
   // Time for what others have sent to arrive behind the abort of a rank that may have come through the step.
@@ -92,7 +93,6 @@ class CpuTransport {
   std::atomic_ref<uint32_t> sleepers(int peer) const {
     return std::atomic_ref(*reinterpret_cast<uint32_t*>(windows_[peer]->data() + WindowMap::waiters()));
   }
-  bool spin(uint64_t offset, uint32_t step, TimePoint deadline) const;
   // Where the signal of `rank` lies if peer's lies at `offset`.
   static uint64_t signal_of(int rank, int peer, uint64_t offset) {
     return offset + kSignalStride * static_cast<uint64_t>(rank) - kSignalStride * static_cast<uint64_t>(peer);

@@ -74,14 +74,14 @@ struct HostsMap {
   int local = 1;  // the most ranks of a host
   int lists = 0;  // the most that lie at one rank
   int channels = 0;
-  uint64_t inbox = 0;      // bytes of one message that goes out,
-  uint64_t returns = 0;    // of one that returns,
-  uint64_t staging = 0;    // of all messages of a step,
-  uint64_t straight = 0;   // and of a step whose rows go straight
-  uint64_t tags = 0;       // FoldTags of a list; 0: nothing is folded here
-  uint64_t bank = 0;       // bytes of a window's bank,
-  uint64_t bank_used = 0;  // and of a combine's inbox in it
-  uint64_t in_bank = 0;    // where returns begin in the window's bank; 0: they have room of their own
+  uint64_t inbox = 0;       // bytes of one message that goes out,
+  uint64_t returns = 0;     // of one that returns,
+  uint64_t staging = 0;     // of all messages of a step,
+  uint64_t straight = 0;    // and of a step whose rows go straight
+  uint64_t tags = 0;        // FoldTags of a list; 0: nothing is folded here
+  uint64_t bank_bytes = 0;  // of a window's bank,
+  uint64_t bank_used = 0;   // and of a combine's inbox in it
+  uint64_t in_bank = 0;     // where returns begin in the window's bank; 0: they have room of their own
 
   // replicas: ranks that hold the same tokens, whose sums they put to each other straight.
   // folds: by domain, at the sending host.
@@ -121,7 +121,7 @@ struct HostsMap {
     const auto others = static_cast<uint64_t>(made.hosts - 1);
     made.staging = others * made.message();
     if (folds) made.straight = std::max(made.straight, others * made.returns);
-    made.bank = map.bank_bytes();
+    made.bank_bytes = map.bank_bytes();
     made.bank_used = inbox_end(map);
     made.place_returns();
     return made;
@@ -207,7 +207,7 @@ struct HostsMap {
   // Puts returns behind the inbox of a combine in the window's bank, where they fit there.
   void place_returns() {
     const uint64_t all = static_cast<uint64_t>(lists) * returns;
-    in_bank = bank_used + all <= bank ? (bank - all) / kAlignment * kAlignment : 0;
+    in_bank = bank_used + all <= bank_bytes ? (bank_bytes - all) / kAlignment * kAlignment : 0;
     if (in_bank < bank_used) in_bank = 0;
   }
   // Where the inbox of a combine, and the values beside it, end in a bank.

@@ -14,7 +14,7 @@ namespace tw::net {
 
 struct FabricOptions {
   std::string provider = "tcp";                // of endpoint.h's kProviders, the same on all ranks
-  int32_t depth = 128;                         // operations to a peer that are not done, at most
+  int32_t depth = 4096;                        // operations to a peer that are not done, at most
   uint64_t chunk_bytes = uint64_t{1} << 20;    // a longer put goes in pieces, so that patience counts pieces
   std::chrono::milliseconds patience{100000};  // with operations under way and none that ends, a peer has failed
 };

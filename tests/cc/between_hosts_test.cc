@@ -252,6 +252,52 @@ TEST(BetweenHosts, GrownGroupsFold) {
   }
 }
 
+// Steps of many lanes may be under way at once, however slow the network is (T7).
+TEST(BetweenHosts, ManyLanesUnderWay) {
+  twGroupConfig_t config = make_config(2, 2, 40, 4096);
+  config.lanes = 48;
+  const auto nets = std::make_shared<Nets>();
+  World world(comms_on({1, 1}, nets), config);
+  std::vector<std::unique_ptr<Exchange>> all;
+  nets->last().hold(true);
+  for (int lane = 0; lane < 48; ++lane) {
+    const Style style{twRankMajor, twWeightNone, twBfloat16};
+    all.push_back(std::make_unique<Exchange>(world, make_traffic(config, {40, 40}, 3), style, 3));
+    all.back()->send_dispatch();
+  }
+  nets->last().hold(false);
+  for (const auto& one : all) {
+    for (int rank = 0; rank < 2; ++rank) EXPECT_TW(twSuccess, (*one)[rank].complete());
+  }
+  all.front()->combine();
+}
+
+// Looking whether counts have come asks nobody anything, and does not wait: with a rank that never sends.
+TEST(BetweenHosts, LookingForCountsAsksNobody) {
+  twGroupConfig_t config = make_config(4, 2, 4);
+  config.mode = twHighThroughput;
+  const auto nets = std::make_shared<Nets>();
+  World world(comms_on({1, 1}, nets), config);
+  const Traffic traffic = make_traffic(config, {4, 4}, 3);
+  twHandle_t handles[2] = {};
+  for (int rank = 0; rank < 2; ++rank) {
+    const twTensor_t ids = tensor(const_cast<int32_t*>(traffic.ids[rank].data()), twInt32, {4, 2});
+    ASSERT_TW(twSuccess, twHandleCreate(&handles[rank], world[rank], &ids, nullptr, nullptr));
+  }
+  twCountsInput_t input = TW_COUNTS_INPUT_INIT;
+  input.send_only = 1;
+  ASSERT_TW(twSuccess, twExchangeCounts(world[0], handles[0], &input));
+  for (int look = 0; look < 50; ++look) {
+    int32_t ready = 1;
+    EXPECT_TW(twSuccess, twHandleCountsReady(handles[0], 0, &ready));
+    EXPECT_EQ(ready, 0);
+  }
+  std::string question;
+  EXPECT_FALSE(world.comms[1]->bootstrap->posted(0, world[1]->number + 4, &question));
+  ASSERT_TW(twSuccess, twExchangeCounts(world[1], handles[1], &input));
+  for (int rank = 0; rank < 2; ++rank) EXPECT_TW(twSuccess, twComplete(world[rank], handles[rank], nullptr));
+}
+
 // What a rank has beside its window is what HostsMap computes, and no more: the memory that this process maps.
 TEST(BetweenHosts, TakesTheMemoryThatIsComputed) {
   const auto mapped = [] {

@@ -104,6 +104,23 @@ TEST(HostMessage, RowsThatFollowEachOtherAreOneRecord) {
   EXPECT_EQ(message.finish(), Record::head(kRails) + 300);
 }
 
+// Rows that are one memory, as those of an expanded tensor: as many bytes as of others.
+TEST(HostMessage, RowsOfOneMemory) {
+  std::vector<std::byte> memory(1 << 16);
+  const std::vector<std::byte> row(4, std::byte{9});
+  HostMessage message;
+  message.begin(memory.data(), memory.size());
+  for (uint64_t i = 0; i < 200; ++i) {
+    for (int rail = 0; rail < kRails; ++rail) message.put_row(rail, 4 * i, row.data(), 4);
+  }
+  EXPECT_LE(message.finish(), Record::head(kRails) + 4 * 200 + 8 * Record::room(4, kRails));
+  Windows got;
+  EXPECT_TRUE(got.take(memory, message.bytes()));
+  for (int rail = 0; rail < kRails; ++rail) {
+    for (uint64_t i = 0; i < 800; ++i) EXPECT_EQ(got.of[static_cast<size_t>(rail)][i], std::byte{9});
+  }
+}
+
 TEST(HostMessage, WritesNothingBeyondItsRoom) {
   std::vector<std::byte> memory(256, std::byte{7});
   const std::vector<std::byte> row(100);

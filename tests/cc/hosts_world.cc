@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "core/group.h"
+#include "net/fabric.h"
 
 namespace tw::test {
 namespace {
@@ -41,7 +42,7 @@ void spread(const std::vector<twComm_t>& comms, const std::vector<int>& hosts, c
       const auto ranks = static_cast<int>(meeting.members.size());
       const auto me = std::ranges::find(meeting.members, meeting.bootstrap->rank()) - meeting.members.begin();
       const std::shared_ptr<PretendedNet> between = nets->at(meeting.tag, ranks);
-      *engine = std::make_unique<Held>(between, between->engine(static_cast<int>(me)));
+      *engine = std::make_unique<Held>(between, between->engine(static_cast<int>(me), net::FabricOptions{}.depth));
       if (nets->wrap) *engine = nets->wrap(std::move(*engine));
       return {};
     };
