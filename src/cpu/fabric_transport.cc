@@ -9,8 +9,8 @@ namespace tw::cpu {
 namespace {
 
 // A message goes in chunks of so many bytes at least, so that it travels while the rest of it is written. A step then
-// posts at most 26 operations to a peer, its block with them, and two steps of each of 64 lanes fewer than the 4096 that
-// an engine takes (T7).
+// posts at most 26 operations to a peer, its block with them, and two steps of each of 64 lanes fewer than the 4096
+// that an engine takes (T7).
 constexpr uint64_t kChunk = uint64_t{256} << 10;
 constexpr uint64_t kMostChunks = 24;
 

@@ -124,7 +124,7 @@ def test_strategies_differ() -> None:
         (
             {"backend": "tcp"},
             tw.InvalidArgument,
-            "backend is 'tcp'; it must be one of 'auto', 'shm', 'nv",
+            "backend is 'tcp'; it must be one of 'auto', 'shm', 'fabric', 'nv",
         ),
         ({"backend": "torch"}, tw.InvalidUsage, "torch.distributed is not initialised"),
         ({"backend": "nvlink"}, tw.Unsupported, "backend 'nvlink' is not for the CPU"),
