@@ -188,8 +188,7 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   if (comm.hosts != nullptr) {
     const Topology topology = comm.hosts->topology(members);
     const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();
-    const Domains domains = Domains::make(config.given.domain, ranks);
-    const bool folds = domains.fold() && topology.divides_into(domains.size);
+    const bool folds = topology.divides_into(Domains::make(config.given.domain, ranks).size);
     needed += HostsMap::make(topology, config.map, std::max(1, config.given.token_replicas), folds).bytes();
     ranks = static_cast<int32_t>(topology.mates(static_cast<int>(me)).size());
   }

@@ -49,7 +49,7 @@ FabricTransport::FabricTransport(const BackendInit& init, Windows windows, const
     : CpuTransport(init, std::move(windows)),
       topology_(topology),
       map_(init.context->map),
-      folds_(init.context->domains.fold() && topology.divides_into(init.context->domains.size)),
+      folds_(topology.divides_into(init.context->domains.size)),
       hosts_map_(HostsMap::make(topology, map_, init.context->replicas.size, folds_)),
       tag_(init.tag),
       replicas_(init.context->replicas.size),

@@ -7,7 +7,7 @@
 namespace tw::cpu {
 
 bool FabricTransport::folds(const Domains& domains) const {
-  return agent_ != nullptr && domains.fold() && topology_.divides_into(domains.size);
+  return agent_ != nullptr && topology_.divides_into(domains.size);
 }
 
 // A partial, or the values of choices beside it, for a rank of another host. Its place in that rank's inbox says which
@@ -22,8 +22,7 @@ void FabricTransport::put_to_fold(int owner, uint64_t offset, const void* source
   const auto fan_out = static_cast<uint64_t>(shape.fan_out());
   const uint64_t place = is_row ? (offset - rows) / shape.combine_bytes : (offset - values) / choice_bytes(shape.top_k);
   const auto token = static_cast<int>(place / fan_out);
-  const int mate = topology_.rail_peer(owner, topology_.host[me_]);
-  const int list = topology_.list(owner, topology_.host[me_]);
+  const auto [mate, list] = inbound_[owner];
   const int rail = topology_.rail[me_];
   std::byte* const row =
       returned_rows(mate, list, at_) + static_cast<uint64_t>(token * hosts_map_.local + rail) * folded.stride();
@@ -49,7 +48,7 @@ void FabricTransport::give_folds() {
       }
     }
     for (int owner = 0; owner < ranks(); ++owner) {
-      if (!is_near(owner) && topology_.rail_peer(owner, topology_.host[me_]) == me_) send_folds(owner, at, folding);
+      if (inbound_[owner].mate == me_) send_folds(owner, at, folding);
     }
   });
 }
@@ -57,8 +56,7 @@ void FabricTransport::give_folds() {
 // Folds for one owner. Runs in the agent's thread, and shares nothing with the step that is being sent meanwhile: that
 // one has another bank, or is on another channel.
 void FabricTransport::send_folds(int owner, StepPlace at, const Folding& folding) {
-  const int mine = topology_.host[me_];
-  const int list = topology_.list(owner, mine);
+  const int list = inbound_[owner].list;
   const Folded folded{at, folding, topology_.rail[owner]};
   const uint64_t staged = hosts_map_.staging_at(at.channel, at.bank()) + static_cast<uint64_t>(list) * hosts_map_.inbox;
   std::byte* const memory = lists_.of[me_]->data() + staged;

@@ -14,10 +14,6 @@ namespace {
 constexpr uint64_t kChunk = uint64_t{256} << 10;
 constexpr uint64_t kMostChunks = 24;
 
-std::atomic_ref<uint64_t> word_at(std::byte* memory, uint64_t offset) {
-  return std::atomic_ref(*reinterpret_cast<uint64_t*>(memory + offset));
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------------------ sending
@@ -143,7 +139,7 @@ void FabricTransport::publish(int peer, uint64_t offset, Signal signal, uint64_t
 
 // Whether rows come to a rank of another host apart from this rank's messages: straight, or as folds of this rank's.
 bool FabricTransport::has_rows_word(int peer) const {
-  if (area_ == Area::kFolds) return topology_.rail_peer(peer, topology_.host[me_]) == me_;
+  if (area_ == Area::kFolds) return inbound_[peer].mate == me_;
   return area_ == Area::kStraight;
 }
 
@@ -175,11 +171,8 @@ void FabricTransport::tell_host(int host, Signal signal) {
 // Whether a remote rank's step is here; if it has come just now, takes it.
 bool FabricTransport::arrived(int source, StepPlace at) {
   if (has_signal(source, at)) return true;
-  const Inbound& from = inbound_[source];
-  std::byte* const words = words_.of[from.mate]->data();
-  const uint64_t word =
-      word_at(words, hosts_map_.word(at.channel, at.bank(), from.list)).load(std::memory_order_acquire);
-  return reached(unpack(word).step, at.step) && take(source, at, unpack(word));
+  const Signal told = unpack(read_word(word_of(source, at)));
+  return reached(told.step, at.step) && take(source, at, told);
 }
 
 // Copies what a word that has come tells of into this rank's window, and stores the signal there. False if rows are
@@ -197,8 +190,7 @@ bool FabricTransport::take(int source, StepPlace at, Signal told) {
   Block::Entry entry;
   std::memcpy(&block, at_block, sizeof block);
   std::memcpy(&entry, at_block + sizeof block + sizeof entry * static_cast<size_t>(topology_.rail[me_]), sizeof entry);
-  const uint64_t rows = word_at(words_.of[me_]->data(), hosts_map_.rows_word(at.channel, at.bank(), source))
-                            .load(std::memory_order_acquire);
+  const uint64_t rows = read_word(rows_word_of(source, at));
   if (rows != entry.rows_word) {
     const bool late = static_cast<int64_t>(rows - entry.rows_word) < 0;
     return !late && store({at.step + 1, told.mode, 0}, 0);

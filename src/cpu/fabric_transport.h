@@ -79,7 +79,7 @@ class FabricTransport : public CpuTransport {
     std::vector<std::shared_ptr<Mapping>> of;  // [N]; NULL for those of other hosts
     int number = -1;                           // of the engine's window
   };
-  // Where a rank of another host puts its messages for this host.
+  // Where a rank of another host puts its messages for this host, and where mates return what is folded for it.
   struct Inbound {
     int mate = -1;  // the rank in whose memory they lie
     int list = -1;
@@ -132,7 +132,17 @@ class FabricTransport : public CpuTransport {
   net::Place place_in_window(uint64_t offset) const;
   void post(int peer, const net::Put& put, const net::Word* word = nullptr);
 
-  // Receiving.
+  // Receiving. word_of: the word of a rank of another host, in a mate's memory. rows_word_of: its rows word here.
+  std::byte* word_of(int source, StepPlace at) const {
+    const Inbound& from = inbound_[static_cast<size_t>(source)];
+    return words_.of[from.mate]->data() + hosts_map_.word(at.channel, at.bank(), from.list);
+  }
+  std::byte* rows_word_of(int source, StepPlace at) const {
+    return words_.of[me_]->data() + hosts_map_.rows_word(at.channel, at.bank(), source);
+  }
+  static uint64_t read_word(std::byte* word) {
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(word)).load(std::memory_order_acquire);
+  }
   bool arrived(int source, StepPlace at);
   bool take(int source, StepPlace at, Signal told);
   bool take_message(int source, StepPlace at, const Block& block);

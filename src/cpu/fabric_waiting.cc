@@ -45,15 +45,11 @@ bool FabricTransport::look(int rank, StepPlace at, TimePoint deadline) {
 // Sleeps until a signal or word moves, or a moment is over.
 void FabricTransport::sleep_for(int rank, StepPlace at, TimePoint deadline) {
   if (is_near(rank)) return sleep(signal_at(rank, at), at.step, deadline);
-  std::byte* word =
-      words_.of[inbound_[rank].mate]->data() + hosts_map_.word(at.channel, at.bank(), inbound_[rank].list);
-  const auto value = [](std::byte* of) {
-    return std::atomic_ref(*reinterpret_cast<uint64_t*>(of)).load(std::memory_order_acquire);
-  };
-  uint64_t seen = value(word);
+  std::byte* word = word_of(rank, at);
+  uint64_t seen = read_word(word);
   if (reached(unpack(seen).step, at.step)) {  // rows come straight, and theirs has not
-    word = words_.of[me_]->data() + hosts_map_.rows_word(at.channel, at.bank(), rank);
-    seen = value(word);
+    word = rows_word_of(rank, at);
+    seen = read_word(word);
   }
   if (is_here(rank, at)) return;
   const auto left = std::min<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now(), kLongestSleep);

@@ -51,8 +51,9 @@ struct Topology {
     return before;
   }
 
-  // Whether hosts have `size` ranks each, neighbours.
+  // Whether hosts have `size` ranks each, neighbours. 0: no.
   bool divides_into(int size) const {
+    if (size == 0) return false;
     for (int rank = 0; rank < this->size(); ++rank) {
       if (host[rank] != rank / size) return false;
     }
