@@ -49,7 +49,11 @@ threads = [threading.Thread(target=create, args=(rank,)) for rank in (0, 1)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 group, handle = groups[0]
-thread = threading.Thread(target=group.dispatch, args=(handle, X), daemon=True)
+def dispatch():
+    while True:  # either thread may find the other in a call
+        try: group.dispatch(handle, X)
+        except tw.InvalidUsage: pass
+thread = threading.Thread(target=dispatch, daemon=True)
 thread.start()
 while True:
     try: group.route(IDS)
