@@ -119,8 +119,12 @@ PYTHON: dict[str, tuple[str, set[str]]] = {
     "compat": ("compat/", {"integrations", "package", "pytorch", "native"}),
     # how fast is it; no other room but the command line knows of it
     "bench": ("bench/", LIBRARY | {"integrations", "compat"}),
+    # what would an exchange take on a machine that one does not have
+    "planning": ("planning/", LIBRARY | {"bench", "window_plan"}),
+    # how would the CUDA backend run a step
+    "window_plan": ("plan", {"native", "tensors", "settings"}),
     # what does a command do
-    "command": ("cli info plan", LIBRARY | {"bench"}),
+    "command": ("cli info", LIBRARY | {"bench", "planning", "window_plan"}),
 }
 # Rooms, and modules of others, that may import PyTorch when they are imported.
 NEEDS_TORCH = {"pytorch", "faces", "compat"}

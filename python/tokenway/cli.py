@@ -1,4 +1,4 @@
-"""The command `tokenway`: balance, bench, info and launch."""
+"""The command `tokenway`: balance, bench, info, launch and plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenway import launch, usage
 from tokenway.balance import options as balance_options
 from tokenway.bench import options
 from tokenway.errors import TokenwayError
+from tokenway.planning import options as planning_options
 
 BAD_ARGUMENTS = 2
 
@@ -27,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenway", description="Expert-parallel communication.")
     parser.add_argument("--version", action="version", version=tokenway.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="balance|bench|info|launch")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="balance|bench|info|launch|plan")
     place = commands.add_parser("balance", help="plan where experts go", description=balance_options.DESCRIPTION)
     balance_options.add_arguments(place)
     place.set_defaults(run=_balance)
@@ -49,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("script", help="a .py file, run with this Python, or a program")
     start.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     start.set_defaults(run=_launch)
+    told = planning_options.DESCRIPTION
+    predicted = commands.add_parser("plan", help="predict an exchange on GPUs that are not here", description=told)
+    planning_options.add_arguments(predicted)
+    predicted.set_defaults(run=_plan)
     return parser
 
 
@@ -106,6 +111,12 @@ def _info(args: argparse.Namespace) -> int:
     facts = info.collect()
     print(json.dumps(facts, indent=1) if args.json else info.text(facts))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from tokenway.planning import command
+
+    return command.run(planning_options.from_arguments(args))
 
 
 def _launch(args: argparse.Namespace) -> int:

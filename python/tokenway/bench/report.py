@@ -32,6 +32,7 @@ from tokenway.bench.tables import (
     nvlink,
     overhead,
     placement,
+    planning,
     portable,
     returns,
 )
@@ -104,6 +105,8 @@ def markdown(run: Run) -> str:
     """The tables of a run with a line above that says where they come from."""
     if "peers" in run:
         return peers.markdown(run)
+    if planning.KINDS & run.keys():
+        return planning.markdown(run)
     kind = kind_of(run)
     software = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     lines = [f"{where(run)}; {software}; commit {run['commit'] or 'unknown'}; {run['date']}.", ""]
