@@ -43,6 +43,7 @@ from moving import MOVING_MUTATIONS
 from mutation import Mutation
 from per_expert import PER_EXPERT
 from placement import PLACEMENT
+from planning import PLANNING
 from protocol import PROTOCOL
 from results import RESULTS
 from shrunk_moving import SHRUNK_MOVING_MUTATIONS
@@ -74,6 +75,7 @@ ALL = (
     + TRAINING
     + SHRUNK_MOVING_MUTATIONS
     + MESSAGES_MUTATIONS
+    + PLANNING
     + ENGINE_MUTATIONS
     + HOSTS
 )

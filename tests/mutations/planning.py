@@ -1,0 +1,70 @@
+"""Mutations of `tokenway plan`: what is fitted from what, rows, and the protocol between domains in closed form."""
+
+from mutation import Edit, Mutation
+
+ROWS = "python/tokenway/planning/rows.py"
+FITTING = "python/tokenway/planning/fitting.py"
+MODEL = "python/tokenway/planning/model.py"
+MEMORY = "python/tokenway/planning/memory.py"
+SIMULATION = "python/tokenway/planning/simulation.py"
+
+PLANNING = (
+    Mutation(
+        "a token may draw an expert twice",
+        "predictions",
+        "py/test_planning",
+        "hypergeometric or mean_over_sets",
+        (Edit(ROWS, "part = np.minimum(drawn / seen, 1.0)", "part = np.minimum(drawn / len(shares), 1.0)"),),
+    ),
+    Mutation(
+        "a fit sees a file of the other card",
+        "predictions",
+        "py/test_planning",
+        "fits_see_one_card",
+        (Edit(FITTING, "        if _card(runs[file]) != card:\n", "        if False:\n"),),
+    ),
+    Mutation(
+        "a fit is above what links reach",
+        "predictions",
+        "py/test_planning",
+        "constants or what_made_the_points",
+        (Edit(FITTING, "    if inverse * ceiling < 1:\n", "    if False:\n"),),
+    ),
+    Mutation(
+        "rows are read for nothing",
+        "predictions",
+        "py/test_planning",
+        "events_agree",
+        (
+            Edit(
+                MODEL, "    return machine.card.flag_us + far * row", "    return machine.card.flag_us + 0 * far * row"
+            ),
+        ),
+    ),
+    Mutation(
+        "all sources put to one domain at first",
+        "predictions",
+        "py/test_planning",
+        "events_agree",
+        (
+            Edit(
+                SIMULATION,
+                "        others = [(self.domain[rank] + step) % layer.domains for step in range(1, layer.domains)]",
+                "        others = [d for d in range(layer.domains) if d != self.domain[rank]]",
+            ),
+        ),
+    ),
+    Mutation(
+        "staging is for one host",
+        "predictions",
+        "py/test_planning",
+        "memory_is_the_librarys",
+        (
+            Edit(
+                MEMORY,
+                "flat = (hosts - 1) * (inbox + own * returns + max(inbox, returns))",
+                "flat = (hosts - 1) * (inbox + own * returns) + max(inbox, returns)",
+            ),
+        ),
+    ),
+)
