@@ -121,7 +121,7 @@ def test_copies_are_taken_alike() -> None:
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, fitting.Card]:
-    return fitting.cards(RESULTS)
+    return fitting.lend(fitting.cards(RESULTS))
 
 
 def test_constants_are_those_of_the_files(made: dict[str, fitting.Card]) -> None:

@@ -269,13 +269,18 @@ def _rest(point: Point) -> tuple[int, int, int, float, str]:
 
 
 def cards(folder: Path) -> dict[str, Card]:
-    """All cards that were measured. What H100 has no file of two GPUs for is borrowed from H200, which has the same
-    links: high throughput, gathers and reduces."""
+    """All cards that were measured, each with its own constants alone."""
     runs = read(folder)
-    made = {name: fit(runs, name) for name in ("H100", "H200")}
-    lent, own = made["H200"], made["H100"]
-    made["H100"] = replace(own, rates=lent.rates | own.rates, joined=lent.joined | own.joined, counts=lent.counts)
-    return made
+    return {name: fit(runs, name) for name in ("H100", "H200")}
+
+
+def lend(own: dict[str, Card]) -> dict[str, Card]:
+    """What H100 has no file of two GPUs for is borrowed from H200, which has the same links: high throughput, gathers
+    and reduces."""
+    lent, h100 = own["H200"], own["H100"]
+    counts = h100.counts or lent.counts
+    rates, joined = dict(sorted((lent.rates | h100.rates).items())), lent.joined | h100.joined
+    return own | {"H100": replace(h100, rates=rates, joined=joined, counts=counts)}
 
 
 def held_out(folder: Path, made: dict[str, Card]) -> list[dict[str, Any]]:
@@ -291,34 +296,37 @@ def held_out(folder: Path, made: dict[str, Card]) -> list[dict[str, Any]]:
     return found
 
 
-def _rounded(value: Any) -> Any:
-    """Four digits, which is more than two runs agree in."""
+DIGITS = 4  # of constants, which is more than two runs agree in
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """All numbers in plain data to so many digits; lists become tuples."""
     if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: rounded(inner, digits) for name, inner in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_rounded(inner) for inner in value)
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return tuple(rounded(inner, digits) for inner in value)
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def source(made: dict[str, Card]) -> str:
     """The module that holds constants."""
     lines = ['"""Constants of cards, by `python -m tokenway.planning.fitting bench/results FILE`."""', ""]
-    lines += ["from tokenway.planning.fitting import Card, Rate", "", "CARDS: dict[str, Card] = {"]
+    lines += ["from tokenway.planning.fitting import Card, Rate, lend", "", "CARDS = lend({"]
     for name, card in made.items():
-        rates = ", ".join(f'"{key}": Rate{_rounded(astuple(rate))}' for key, rate in sorted(card.rates.items()))
-        others = {key: _rounded(value) for key, value in asdict(card).items() if key not in ("name", "rates")}
+        rates = ", ".join(f'"{key}": Rate{rounded(astuple(rate), DIGITS)}' for key, rate in sorted(card.rates.items()))
+        others = {key: rounded(value, DIGITS) for key, value in asdict(card).items() if key not in ("name", "rates")}
         told = ", ".join(
             f"{key}={json.dumps(value) if isinstance(value, dict) else value}" for key, value in others.items()
         )
         lines.append(f'    "{name}": Card("{name}", {{{rates}}}, {told}),')
-    return "\n".join([*lines, "}", ""])
+    return "\n".join([*lines, "})", ""])
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the constants and the deviations, and writes the constants."""
     folder = Path(argv[0])
     made = cards(folder)
-    for row in held_out(folder, made):
+    for row in held_out(folder, lend(made)):
         us = f"{row['measured_us']:9.2f} {row['predicted_us']:9.2f} {row['deviation']:+7.1%}"
         print(f"{row['card']} {row['step']:16} {row['tokens']:6} {us} {row['file']}")
     print(source(made))

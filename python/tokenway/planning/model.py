@@ -26,6 +26,7 @@ MODES = ("low_latency", "high_throughput")
 ROUTES = ("routed", "gathered")
 WAYS = ("pull", "direct")
 SUMS = ("flat", "by_domain")
+STEPS = {"routed": ("dispatch", "combine"), "gathered": ("gather", "reduce")}  # what goes out, what returns
 CHUNK_ROWS, MOST_CHUNKS = 64, 24  # of a message (PROTOCOL.md, T7)
 
 
@@ -108,17 +109,25 @@ def packets(work: Work, mode: str) -> bool:
 
 def near_us(machine: Machine, work: Work, choice: Choice, step: str, rows: float) -> float:
     """A step within the domain, of so many rows."""
-    exact = "exact " if choice.mode == MODES[1] else ""
-    row = work.combine_row if step in ("combine", "reduce") else work.dispatch_row
-    as_packets = packets(work, choice.mode)
-    wire = wire_row(exact + step, row, as_packets, memory.meta_bytes(work.layer.top_k))
-    return machine.rate(exact + step, as_packets).us(rows, rows * wire)
+    rate = machine.rate(_measured_as(choice, step), packets(work, choice.mode))
+    return rate.us(rows, rows * near_row(work, choice, step))
+
+
+def near_row(work: Work, choice: Choice, step: str) -> int:
+    """Bytes of a row on a link of the domain."""
+    row = work.dispatch_row if step in ("dispatch", "gather") else work.combine_row
+    meta = memory.meta_bytes(work.layer.top_k)
+    return wire_row(_measured_as(choice, step), row, packets(work, choice.mode), meta)
+
+
+def _measured_as(choice: Choice, step: str) -> str:
+    return f"exact {step}" if choice.mode == MODES[1] else step
 
 
 def dispatch_us(machine: Machine, work: Work, choice: Choice, rows: Rows) -> float:
     """A dispatch or gather, from its start on all ranks to the last one's end."""
     layer = work.layer
-    step = "gather" if choice.route == "gathered" else "dispatch"
+    step, _ = STEPS[choice.route]
     near = near_us(machine, work, choice, step, rows.busiest_near)
     if layer.domains == 1:
         return near
@@ -134,27 +143,26 @@ def dispatch_us(machine: Machine, work: Work, choice: Choice, rows: Rows) -> flo
 
 def crossing_row(work: Work, choice: Choice, rows: Rows) -> float:
     """Bytes of a row in a dispatch's or gather's message."""
-    wanted = rows.far / rows.crossing if rows.crossing else 0.0
     if choice.route == "gathered":
-        return memory.record(work.dispatch_row, wanted)
-    return memory.message_row(work.dispatch_row, work.layer.top_k, wanted)
+        return memory.record(work.dispatch_row, rows.wanted)
+    return memory.message_row(work.dispatch_row, work.layer.top_k, rows.wanted)
 
 
 def combine_us(machine: Machine, work: Work, choice: Choice, rows: Rows) -> float:
     """A combine or reduce likewise."""
     layer, row = work.layer, work.combine_row
-    step = "reduce" if choice.route == "gathered" else "combine"
+    _, step = STEPS[choice.route]
     near = near_us(machine, work, choice, step, rows.busiest_near)
     if layer.domains == 1:
         return near
-    start = near_us(machine, work, choice, step, 0.0)
     if choice.sums == "by_domain":
         return _folded_us(machine, work, choice, rows)
-    one = memory.record(row, 1)
+    start = near_us(machine, work, choice, step, 0.0)
     if choice.way == "direct" or step == "reduce":  # straight to each owner
         others = layer.ranks - layer.domain
         return max(near, start + network_us(machine, others, rows.busiest_far, rows.busiest_far * row))
-    far = start + network_us(machine, layer.domains - 1, rows.busiest_far, rows.busiest_far * one)
+    wire = rows.busiest_far * memory.record(row, 1)
+    far = start + network_us(machine, layer.domains - 1, rows.busiest_far, wire)
     return max(near, far) + read_us(machine, layer, rows.busiest_far, row)
 
 
@@ -190,17 +198,11 @@ def counts_us(machine: Machine, work: Work, choice: Choice) -> float:
 def links(work: Work, choice: Choice, rows: Rows) -> dict[str, Bytes]:
     """Bytes that leave, and come to, a rank in the mean."""
     layer = work.layer
-    as_packets = packets(work, choice.mode)
-    exact = "exact " if choice.mode == MODES[1] else ""
-    meta = memory.meta_bytes(layer.top_k)
-    out = wire_row(
-        f"{exact}{'gather' if choice.route == 'gathered' else 'dispatch'}", work.dispatch_row, as_packets, meta
-    )
-    back = wire_row(f"{exact}combine", work.combine_row, as_packets, meta)
+    out, back = (near_row(work, choice, step) for step in STEPS[choice.route])
     inside = 1 - 1 / layer.domain
     if choice.way == "direct" or layer.domains == 1:
         return {
-            "dispatch": Bytes(rows.near * out, rows.far * (work.dispatch_row + meta)),
+            "dispatch": Bytes(rows.near * out, rows.far * (work.dispatch_row + memory.meta_bytes(layer.top_k))),
             "combine": Bytes(rows.near * back, rows.far * work.combine_row),
         }
     sent = Bytes(

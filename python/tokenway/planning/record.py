@@ -22,6 +22,7 @@ from tokenway.planning.model import Choice, Work
 from tokenway.planning.published import FIGURES, Figure
 from tokenway.planning.rows import Layer
 
+DIGITS = 6
 WITHIN = 0.15  # what a held-out deviation is wanted to be below
 GPUS = {
     "h100-cx7": (8, 16, 32, 64, 128, 256, 512, 1024, 2048),
@@ -78,7 +79,8 @@ def files(folder: Path) -> dict[str, dict[str, Any]]:
     """All files by name."""
     plans = {f"plan-{name}.json": plan(name) for name in GPUS}
     made = plans | {"plan-fit.json": fit(folder), "plan-published.json": published()}
-    return {name: _rounded(found) for name, found in made.items()}
+    # So that another machine's last bits change no file.
+    return {name: fitting.rounded(found, DIGITS) for name, found in made.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,15 +89,6 @@ def main(argv: Sequence[str]) -> int:
     for name, found in files(folder).items():
         (folder / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits, so that another machine's last bits change no file."""
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -76,6 +76,11 @@ class Rows:
     busiest_far: float
     busiest_crossing: float
 
+    @property
+    def wanted(self) -> float:
+        """Of a row that crosses to a domain: how many ranks there want it."""
+        return self.far / self.crossing if self.crossing else 0.0
+
     def mean(self) -> Rows:
         """The same without a busiest rank, as if all ranks had what they have in the mean."""
         return Rows(self.near, self.far, self.crossing, self.near, self.far, self.crossing)
@@ -170,8 +175,3 @@ def _distinct(places: Array, count: int) -> Array:
     first = np.ones_like(ordered, dtype=bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     return np.bincount(ordered[first & (ordered < count)], minlength=count)
-
-
-def wanted_in_domain(rows: Rows, layer: Layer) -> float:
-    """Of a row that crosses to a domain: how many ranks there want it."""
-    return rows.far / rows.crossing if rows.crossing else 0.0

@@ -103,7 +103,7 @@ class _Step:
         self.near_us = [
             model.near_us(machine, work, choice, step, float(most)) for most in np.maximum(near.sum(0), near.sum(1))
         ]
-        self.begun: dict[int, float] = {}
+        self.begun: set[int] = set()
         self.near_done: dict[int, float] = {}
         self.missing = np.full(layer.ranks, layer.ranks - layer.domain)
         self.words: list[list[tuple[int, int]]] = [[] for _ in range(layer.ranks)]
@@ -112,12 +112,11 @@ class _Step:
 
     def begin(self, rank: int, now: float) -> None:
         """A rank calls: its rows go out."""
-        self.begun[rank] = now
+        self.begun.add(rank)
         mates = self._mates(rank)
-        if all(mate in self.begun for mate in mates):  # the last one's rows come last
-            first = {mate: self.begun[mate] for mate in mates}
+        if all(mate in self.begun for mate in mates):  # this one's rows come last
             for mate in mates:
-                self.near_done[mate] = max(first[mate] + self.near_us[mate], max(first.values()) + self.near_us[mate])
+                self.near_done[mate] = now + self.near_us[mate]
                 self._try_end(mate)
         self.clock.at(now + self.start, lambda time, rank=rank: self._post(rank, time))
         for source, peer in self.words[rank]:
