@@ -13,7 +13,7 @@ PLANNING = (
         "a token may draw an expert twice",
         "predictions",
         "py/test_planning",
-        "hypergeometric or mean_over_sets",
+        "hypergeometric",
         (Edit(ROWS, "part = np.minimum(drawn / seen, 1.0)", "part = np.minimum(drawn / len(shares), 1.0)"),),
     ),
     Mutation(
@@ -27,7 +27,7 @@ PLANNING = (
         "a fit is above what links reach",
         "predictions",
         "py/test_planning",
-        "constants or what_made_the_points",
+        "what_made_the_points",
         (Edit(FITTING, "    if inverse * ceiling < 1:\n", "    if False:\n"),),
     ),
     Mutation(
