@@ -95,8 +95,10 @@ def places(env: Any, setup: Setup) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_places_of_views(name) -> None:
-    """The map of a window is written once: banks and payloads are as far apart as on the CPU."""
+def test_places_of_views(name, monkeypatch) -> None:
+    """The map of a window is written once: where no rows travel as packets, which have a place in devices' banks alone,
+    banks and payloads are as far apart as on the CPU."""
+    monkeypatch.setenv("TOKENWAY_LINE_TOKENS", "0")
     setup = SETUPS[name]
     with Locals(setup.ranks, "cpu") as on_cpu, Locals(setup.ranks) as on_gpu:
         assert on_gpu.run(places, setup) == on_cpu.run(places, setup)
