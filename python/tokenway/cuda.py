@@ -105,6 +105,7 @@ class Cuda:
         # The current stream of this device, a cudaStream_t.
         self.stream: Callable[[], int] = partial(_raw_stream_getter(torch), index)
         self._kind = torch.Tensor
+        self._capturing, self._current = _raw_capture_state(torch)
 
     # ------------------------------------------------------------------------------------------------------- tensors
 
@@ -189,7 +190,7 @@ class Cuda:
         count = dtype.itemsize
         for extent in shape:
             count *= extent
-        with self.torch.inference_mode(False):  # views are kept: one of inference_mode could not be trained with later
+        with tensors.outside_inference(self.torch):
             if count == 0 or pointer == 0:
                 return self.torch.empty(shape, dtype=dtype, device=self.device)
             raw = self.torch.as_tensor(DeviceMemory(pointer, count, keep), device=self.device)
@@ -220,11 +221,10 @@ class Cuda:
 
     def capturing(self) -> bool:
         """Whether this device's current stream is being captured into a graph."""
-        cuda = self.torch.cuda
-        if cuda.current_device() == self.index:  # nearly always: making it so takes longer than the question
-            return bool(cuda.is_current_stream_capturing())
-        with cuda.device(self.index):
-            return bool(cuda.is_current_stream_capturing())
+        if self._current() == self.index:  # nearly always: making it so takes longer than the question
+            return bool(self._capturing())
+        with self.torch.cuda.device(self.index):
+            return bool(self._capturing())
 
 
 def _raw_stream_getter(torch: Any) -> Callable[[int], int]:
@@ -232,6 +232,14 @@ def _raw_stream_getter(torch: Any) -> Callable[[int], int]:
     in over 1 us."""
     fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return fast or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def _raw_capture_state(torch: Any) -> tuple[Callable[[], bool], Callable[[], int]]:
+    """How to ask whether the current device's current stream is captured, and which device that is: without PyTorch's
+    wrappers, which first see to it that there is a CUDA context, as there is one here."""
+    cuda, raw = torch.cuda, torch._C
+    capturing = getattr(raw, "_cuda_isCurrentStreamCapturing", None)
+    return capturing or cuda.is_current_stream_capturing, getattr(raw, "_cuda_getDevice", None) or cuda.current_device
 
 
 def offsets(counts: Any) -> Any:

@@ -12,6 +12,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -397,12 +398,18 @@ def aligned_bytes(count: int, alignment: int = 64) -> np.ndarray:
     return raw[begin : begin + count]
 
 
+def outside_inference(torch: Any) -> Any:
+    """A context for making views that are kept: one made under inference_mode could not be trained with later. To leave
+    it takes five times as long as to make a view, so nobody does who is not in it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 def to_torch(array: np.ndarray) -> Any:
     """The same memory as a PyTorch tensor; dtypes that NumPy does not know go through their bits."""
     import torch
 
     dtype = array.dtype
-    with torch.inference_mode(False):  # views are kept: one made under inference_mode could not be trained with later
+    with outside_inference(torch):
         # NumPy's own are asked for no name: that takes longer than all the rest.
         if dtype.kind == "V" or (dtype.isbuiltin != 1 and hasattr(ml_dtypes, dtype.name)):
             bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
@@ -446,9 +453,8 @@ class Host:
         dtype = numpy_dtype(name)
         part = block[begin : begin + math.prod(shape) * dtype.itemsize]
         if torch:
-            library = sys.modules["torch"]
-            with library.inference_mode(False):
-                return part.view(getattr(library, name)).view(shape)
+            with outside_inference(sys.modules["torch"]):
+                return part.view(getattr(sys.modules["torch"], name)).view(shape)
         return part.view(dtype).reshape(shape)
 
     @staticmethod

@@ -41,17 +41,22 @@ def _choose_increment() -> Callable[[Sequence[Any]], object]:
 
 def written(out: Any) -> None:
     """What a call had to write to: a tensor, or a sequence or mapping of them, of PyTorch or not."""
+    if tensors := _torch_of(out):
+        _raise(tensors)
+
+
+def _torch_of(out: Any) -> tuple[Any, ...]:
+    """PyTorch's tensors among what a call had to write to."""
     kind = tensor_type()
     if kind is None or type(out) is np.ndarray:
-        return
+        return ()
     if issubclass(type(out), kind):
-        _raise((out,))
-        return
+        return (out,)
     if isinstance(out, (dict, Mapping)):
         out = out.values()
     elif not isinstance(out, (list, tuple)):
-        return
-    _raise([x for x in out if issubclass(type(x), kind)])
+        return ()
+    return tuple(x for x in out if issubclass(type(x), kind))
 
 
 class Views:
@@ -83,14 +88,17 @@ class Views:
         """After every call that may have made a step, also one that failed. out: what the caller gave to write to."""
         if isinstance(error, InUse):  # nothing has changed
             return
+        told: tuple[Any, ...] = ()
         if out is not None:
             if error is None:
-                written(out)
+                told = _torch_of(out)
             else:  # what was refused may be no more than something whose own code raises
                 with suppress(Exception):
                     written(out)
         if self.used:
-            self._step()
+            told += self._step()
+        if told:  # all in one call, which takes as long for few as for one
+            _raise(told)
 
     def _read(self) -> bytes:
         """The lanes' steps before; new ones are read. Where that is refused, any lane may have made one."""
@@ -99,15 +107,18 @@ class Views:
             self._steps = (c_uint32 * len(self._steps))(*(~step & 0xFFFFFFFF for step in self._steps))
         return before
 
-    def _step(self) -> None:
+    def _step(self) -> tuple[Any, ...]:
+        """The views that the last call has ended."""
         lanes = self._lanes
         if len(lanes) > 1:
             before = memoryview(self._read()).cast("I")
             self._stepped = [lane for lane, step in enumerate(self._steps) if step != before[lane]]
+        ended: tuple[Any, ...] = ()
         for lane in self._stepped:
             if lanes[lane]:
-                _raise(lanes[lane])
+                ended += lanes[lane]
                 lanes[lane] = ()
+        return ended
 
     def show(self, views: tuple[Any, ...]) -> None:
         """What that step shows."""

@@ -119,7 +119,8 @@ def test_views_of_the_window(torch, place) -> None:
         begin = told["data"][0] - backing.data_ptr()
         return backing[begin : begin + told["shape"][0]]
 
-    place.torch = SimpleNamespace(**{name: getattr(torch, name) for name in ("bfloat16", "empty", "inference_mode")})
+    names = ("bfloat16", "empty", "inference_mode", "is_inference_mode_enabled")
+    place.torch = SimpleNamespace(**{name: getattr(torch, name) for name in names})
     place.torch.as_tensor = as_tensor
     view = cuda.Cuda.window_view(place, backing.data_ptr() + 16, (2, 3), "bfloat16", True, backing)
     assert (view.shape, view.dtype, view.data_ptr()) == ((2, 3), torch.bfloat16, backing.data_ptr() + 16)
