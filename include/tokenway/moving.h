@@ -68,8 +68,9 @@ TW_API twResult_t twGroupLost(twGroup_t group, int32_t layer, int32_t* slot_lost
 
 // Gives the memory for weights of a rank, config.placement->weight_bytes in whole pages, zero at first: this rank's
 // own, which its caller reads and writes as it likes, or a peer's, which is to be read only; device memory on the CUDA
-// backend. It is there until the group ends. Where ranks have no memory in common, as over a carrier, a peer's is NULL.
-// From any thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage where weight_bytes is 0.
+// backend. It is there until the group ends. Where ranks have no memory in common, as over a carrier or between hosts,
+// a peer's is NULL. From any thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage where
+// weight_bytes is 0.
 TW_API twResult_t twGroupWeights(twGroup_t group, int32_t rank, void** memory, uint64_t* bytes);
 
 // Copies `bytes` from offset `from` of a rank's memory for weights to offset `to` of this rank's own. On the CUDA

@@ -3,11 +3,15 @@ test_balancer.py tells, with --backend fabric, and between namespaces tests/netn
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from contextlib import closing
 from typing import Any
 
 import harness
+import numpy as np
 import pytest
 from fabric_backend import EACH
 from test_balancer import WEIGHTS, balanced, make
@@ -118,3 +122,32 @@ def test_a_refusal_of_many_words(on_hosts) -> None:
     first, second = on_hosts(2, 1, long_words)
     harness.said(first, "twPeerRefused", "rank 1 has refused its weights: weights")
     harness.said(second, "twInvalidArgument", "its extents must be at least 1")
+
+
+def dies_instead(env: harness.Env) -> Any:
+    """Rank 2 is killed where the others meet it; they go on without it, and ask each other."""
+    placement, settings = make(env, 6)
+    group = tw.Group(env.comm, **settings, expert_map=placement)
+    if env.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = harness.caught(balance.Weights, group, WEIGHTS)
+    with group.shrink() as smaller, closing(balance.Weights(smaller, WEIGHTS)) as weights:
+        weights.tensor("scale")[:] = env.rank
+        smaller.all_gatherv(np.zeros((1, 1), np.uint8), [1, 1])  # both have filled theirs
+        for piece in weights.pieces(0, 0, int(np.flatnonzero(weights.rank_of_slot == env.rank)[1])):
+            weights.pull(piece, 0)
+        smaller.all_gatherv(np.zeros((1, 1), np.uint8), [1, 1])
+        return found, smaller.comm_ranks, np.array(weights.tensor("scale"))[1]
+
+
+@pytest.mark.processes
+def test_a_rank_that_dies_instead(fabric) -> None:
+    workers = harness.Workers(3, {EACH: "1"})
+    try:
+        key = ("meeting", 0, "fabric", f"meeting-{os.getpid()}-{time.monotonic_ns()}")
+        workers.send(range(3), dies_instead, key=key)
+        for found, members, pulled in harness.settle(workers.collect([0, 1], harness.HANGS)):
+            harness.said(found, "twPeerDied", "meeting in a group: rank 2 is gone")
+            assert members == [0, 1] and (pulled == 0).all()  # of rank 0
+    finally:
+        workers.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import math
 import os
 import socket
 import struct
@@ -30,6 +29,7 @@ from tokenway.comm import usual_timeout
 from tokenway.errors import ConfigMismatch, PeerRefused, SystemFailure, TokenwayError
 from tokenway.group import Group
 from tokenway.meeting import gather_at
+from tokenway.settings import milliseconds
 
 LOG = logging.getLogger("tokenway.balance")
 _KEY_BYTES = 16  # by which a rank knows those that have met it
@@ -295,7 +295,9 @@ def connect(group: Group, view: Any, digest: str, problem: TokenwayError | None)
     Errors: PeerRefused where another rank has one, ConfigMismatch where weights lie otherwise, PeerTimeout, PeerDied,
     SystemFailure."""
     carrier = group.comm.carrier
-    meeting = _InGroup(group) if carrier is None else _AtStore(carrier.plan_of(group.native.pointer))
+    meeting: _InGroup | _AtStore = (
+        _InGroup(group) if carrier is None else _AtStore(carrier.plan_of(group.native.pointer))
+    )
     limit = group.settings.timeout or usual_timeout()
     server = None
     try:
@@ -345,7 +347,7 @@ class _InGroup:
         """As `_AtStore` does. It is one of the calls of a comm that ranks make in the same order."""
         card = json.dumps(mine).encode().ljust(_CARD)
         cards = create_string_buffer(_CARD * self._nranks)
-        _native.check(_native.lib.twGroupMeet(self._pointer, card, _CARD, math.ceil(limit * 1000), cards))
+        _native.check(_native.lib.twGroupMeet(self._pointer, card, _CARD, milliseconds(limit), cards))
         return [json.loads(cards.raw[_CARD * rank : _CARD * (rank + 1)]) for rank in range(self._nranks)]
 
 
