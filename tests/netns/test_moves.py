@@ -11,6 +11,7 @@ from harness import HANGS, settle
 from moved_plans import Death, Plan
 from test_balancer import balanced
 
+LONG = pytest.mark.long  # left out of run_all.py --quick
 PLAN = Plan(
     seed=5,
     ranks=4,
@@ -38,7 +39,7 @@ def asked(env: Any) -> tuple[str, set[int]]:
         return address, near
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2, 1), marks=LONG)])
 def test_where_ranks_serve(world, sizes) -> None:
     """At addresses of their hosts, which those of others reach; ranks of a host see each other's memory."""
     made = world(sizes, "fabric")
@@ -46,8 +47,10 @@ def test_where_ranks_serve(world, sizes) -> None:
         assert address == made.network.hosts_of_ranks[rank].address and near == set(made.ranks_of(made.host_of(rank)))
 
 
-@pytest.mark.parametrize("phase", ["copying", "switched"])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [(3, "copying"), (0, "switched"), *(pytest.param(*each, marks=LONG) for each in ((0, "copying"), (3, "switched")))],
+)
 def test_a_rank_is_killed_while_experts_move(world, victim, phase) -> None:
     """In the middle of its copies, or while its lanes have unlike maps; and in the middle of others the last one of its
     host, so that those that are left ask nobody."""
@@ -62,7 +65,7 @@ def test_a_rank_is_killed_while_experts_move(world, victim, phase) -> None:
     assert seen.shrinks == 2 and seen.exchanges > 0
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2, 3), marks=LONG)])
 def test_a_balancer_between_hosts(world, sizes) -> None:
     """Bits as without moves, on hosts of unlike sizes, and the same maps."""
     found = world(sizes, "fabric").run(balanced, 60, 2, 1)
