@@ -105,7 +105,8 @@ test-portable:  ## the tests of behaviour over the portable backend
 
 # Ranks of this host are split into hosts of two; then between namespaces, which not every machine lets one make: there
 # it says that it skips them, and is no failure (make test-netns is).
-FABRIC_PY = exchange errors survival throughput collectives leases growth parts auto per_expert bias domain
+FABRIC_PY = exchange errors survival throughput collectives leases growth parts auto per_expert bias domain moving balancer \
+  moved_ranks
 test-fabric:  ## the tests of behaviour between hosts, a part of them
 	@$(SETUP) run test
 	@$(if $(BUILT),,$(STAGE) "build" $(MAKE) build)

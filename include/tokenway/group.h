@@ -185,8 +185,9 @@ TW_API twResult_t twGroupWindowBytes(const twGroupConfig_t* config, int32_t nran
 
 // Creates a group: maps a window of each rank into every other. Collective over the comm. Errors: twInvalidArgument and
 // twConfigMismatch, which leave the comm usable (if any rank fails, all ranks return an error); twOutOfMemory,
-// twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys, grows or shrinks a group instead.
-// Its sentence names what each rank does. Each rank counts that as one call, so the comm's next calls meet again.
+// twTimeout, twPeerDied; and twCallMismatch, at once, where another rank destroys, grows or shrinks a group instead, or
+// meets in one. Its sentence names what each rank does. Each rank counts that as one call, so the comm's next calls
+// meet again.
 //
 // With config->arena the group takes no window: it uses that of another group, and what differs between them (experts,
 // top_k, placement, mode, rows, max_tokens, ids, timeout) is its own. Collective over the arena's ranks, which all name

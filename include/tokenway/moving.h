@@ -68,8 +68,9 @@ TW_API twResult_t twGroupLost(twGroup_t group, int32_t layer, int32_t* slot_lost
 
 // Gives the memory for weights of a rank, config.placement->weight_bytes in whole pages, zero at first: this rank's
 // own, which its caller reads and writes as it likes, or a peer's, which is to be read only; device memory on the CUDA
-// backend. It is there until the group ends. Where ranks have no memory in common, as over a carrier, a peer's is NULL.
-// From any thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage where weight_bytes is 0.
+// backend. It is there until the group ends. Where ranks have no memory in common, as over a carrier or between hosts,
+// a peer's is NULL. From any thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage where
+// weight_bytes is 0.
 TW_API twResult_t twGroupWeights(twGroup_t group, int32_t rank, void** memory, uint64_t* bytes);
 
 // Copies `bytes` from offset `from` of a rank's memory for weights to offset `to` of this rank's own. On the CUDA
@@ -79,5 +80,22 @@ TW_API twResult_t twGroupWeights(twGroup_t group, int32_t rank, void** memory, u
 // thread, beside the calls of the group. Errors: twInvalidArgument; twInvalidUsage as twGroupWeights; twUnsupported
 // where ranks have no memory in common, behind all other checks: who has weights brought otherwise may ask here first.
 TW_API twResult_t twGroupPull(twGroup_t group, int32_t rank, uint64_t from, uint64_t to, uint64_t bytes, void* stream);
+
+// For who brings weights otherwise: what ranks have to tell each other before, as where each serves its own. Gives
+// `bytes` bytes of each rank to all, up to 65536 of each and equally many: [N * bytes], those of rank 0 first. mine,
+// all: memory of the host; with bytes 0 they may be NULL, and ranks meet all the same. timeout_ms: how long it waits
+// for the others; 0: the group's timeout. Collective over the group, on any backend, between steps: it is one of the
+// calls of a comm that ranks make in the same order (twGroupCreate). It waits for no device, and is for no hot path.
+//
+// Errors: twInvalidArgument, which all ranks return where one is given what it cannot take; twConfigMismatch where
+// `bytes` differ; twTimeout and twPeerDied where a rank does not come; and twCallMismatch, at once, where another rank
+// creates, grows, shrinks or destroys a group of the comm instead. They leave the group as it was. Each rank counts
+// that as one call: one that comes when the others have given up hears it from them, and the next call of all meets.
+TW_API twResult_t twGroupMeet(twGroup_t group, const void* mine, uint64_t bytes, int32_t timeout_ms, void* all);
+
+// Tells the IP address by which ranks of the group on other hosts reach this one; where there are none, that of
+// localhost. The string is valid until the thread's next call of this function. From any thread, beside the calls of
+// the group. Errors: twInvalidArgument.
+TW_API twResult_t twGroupAddress(twGroup_t group, const char** address);
 
 #endif  // TOKENWAY_MOVING_H_

@@ -424,6 +424,8 @@ FUNCTIONS = {
     "twGroupStageMap": (c_int, [c_void_p, c_int32, c_void_p, c_void_p, POINTER(c_uint32)]),
     "twGroupWeights": (c_int, [c_void_p, c_int32, POINTER(c_void_p), POINTER(c_uint64)]),
     "twGroupPull": (c_int, [c_void_p, c_int32, c_uint64, c_uint64, c_uint64, c_void_p]),
+    "twGroupMeet": (c_int, [c_void_p, c_void_p, c_uint64, c_int32, c_void_p]),
+    "twGroupAddress": (c_int, [c_void_p, POINTER(c_char_p)]),
     "twGroupReady": (c_int, [c_void_p, c_uint32, c_int32]),
     "twGroupLost": (c_int, [c_void_p, c_int32, c_void_p]),
     "twGroupEpochs": (c_int, [c_void_p, c_void_p, c_void_p]),

@@ -80,6 +80,7 @@ FUNCTIONS = {
     "twGroupReady": "moving.ready",
     "twGroupEpochs": "moving.epochs",
     "twGroupLost": "moving.lost_experts",
+    "twGroupMeet": "balance.Weights()",
     "twGroupRoutingLayout": "routing_layout",
     "twHandleUpdate": "Handle.update",
     "twGroupCreate": "Group()",

@@ -1,10 +1,13 @@
-// The entry points of tokenway/moving.h: they check a layer, its map and an epoch, and show how far epochs have come.
-// The order of epochs must be that of the calls: peers take the number alone for the map.
+// The entry points of tokenway/moving.h: they check a layer, its map and an epoch, show how far epochs have come, and
+// let ranks meet that move weights otherwise. The order of epochs must be that of the calls: peers take the number
+// alone for the map.
 #include "core/moving.h"
 
 #include <algorithm>
 #include <mutex>
 #include <shared_mutex>
+#include <span>
+#include <string>
 
 #include "api/check.h"
 #include "api/enter.h"
@@ -46,6 +49,18 @@ Status check_weights(twGroup& group, int32_t rank) {
                 Argument("config.placement->weight_bytes"));
   }
   return tw::check_range("rank", rank, 0, group.ranks() - 1);
+}
+
+constexpr int64_t kMostMeetBytes = 1 << 16;
+
+Status check_meeting(const void* mine, uint64_t bytes, int32_t timeout_ms, const void* all) {
+  const auto asked = static_cast<int64_t>(std::min<uint64_t>(bytes, INT64_MAX));
+  TW_RETURN_IF_FAILED(tw::check_range("bytes", asked, 0, kMostMeetBytes));
+  TW_RETURN_IF_FAILED(tw::check_range("timeout_ms", timeout_ms, 0, INT32_MAX));
+  if (bytes == 0) return {};
+  TW_CHECK_NOT_NULL(mine);
+  TW_CHECK_NOT_NULL(all);
+  return {};
 }
 
 Status check_range_of_weights(twGroup& group, const Argument& name, uint64_t at, uint64_t bytes) {
@@ -153,5 +168,26 @@ twResult_t twGroupPull(twGroup_t group, int32_t rank, uint64_t from, uint64_t to
       return fail(twUnsupported, "rank {} has no memory in common with this rank: its weights cannot be read", rank);
     }
     return group->backend->copy(target, source, bytes, stream);
+  });
+}
+
+twResult_t twGroupMeet(twGroup_t group, const void* mine, uint64_t bytes, int32_t timeout_ms, void* all) {
+  return enter_group("twGroupMeet", group, [&]() -> Status {
+    tw::Turn meeting;
+    TW_RETURN_IF_FAILED(tw::api::take_turn(*group->comm, "twGroupMeet", &meeting));
+    // An error in this rank's arguments is told to the others, which wait in the same call.
+    const Status readable = check_meeting(mine, bytes, timeout_ms, all);
+    const std::span given(static_cast<const std::byte*>(mine), readable.ok() ? bytes : 0);
+    return tw::meet_in_group(*group, given, readable, std::max(timeout_ms, 0), static_cast<std::byte*>(all));
+  });
+}
+
+twResult_t twGroupAddress(twGroup_t group, const char** address) {
+  static thread_local std::string found;
+  return visit(groups, "group", group, [&]() -> Status {
+    TW_CHECK_NOT_NULL(address);
+    found = tw::own_address(*group->comm->bootstrap, group->members);
+    *address = found.c_str();
+    return {};
   });
 }

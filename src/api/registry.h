@@ -67,9 +67,8 @@ inline Status take_turn(twGroup& group, const char* call, Turn* turn) {
 inline Status take_turn(twComm& comm, const char* call, Turn* turn) {
   return turn->take(comm.occupied, call, "comm", [] {
     return Sentence(
-        "ranks make, grow, shrink and destroy the groups of a comm in the same order, one after the other. Hold a lock "
-        "around "
-        "these calls, or give each thread a comm of its own");
+        "ranks make, grow, shrink and destroy the groups of a comm, and meet in them, in the same order, one after the "
+        "other. Hold a lock around these calls, or give each thread a comm of its own");
   });
 }
 

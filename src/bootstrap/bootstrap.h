@@ -116,6 +116,10 @@ inline constexpr uint64_t kPostTag = uint64_t{1} << 63;
 // Writes ranks for a sentence: "1, 2, 5", or "1, 2, 3, 4, 5, 6, 7, 8 and 90 others".
 std::string ranks_text(std::span<const int> ranks);
 
+// Gives the address by which members reach this rank: peers on this host may know it as localhost, others cannot.
+// Where nobody tells one, as between ranks of one host, it is that of localhost.
+std::string own_address(Bootstrap& bootstrap, std::span<const int> members);
+
 // An exchange() where every member must be there: the error names the members that are not, or that gave up.
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,
               const char* occasion, std::vector<Parcel>* all);

@@ -1,6 +1,7 @@
-// Meetings in which all must come: gather and agree turn a meeting's presences and parcels into one Status. The order
-// in which they are looked at (given up, gone with its last words, gone, late, then a peer's own error) decides which
-// rank is named and blamed, and must be alike on all ranks.
+// What ranks meet by, and meetings in which all must come: own_address finds what to tell peers, and gather and agree
+// turn a meeting's presences and parcels into one Status. The order in which they are looked at (given up, gone with
+// its last words, gone, late, then a peer's own error) decides which rank is named and blamed, and must be alike on all
+// ranks.
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,20 @@ std::string ranks_text(std::span<const int> ranks) {
   }
   if (ranks.size() > kNamed) text += " and " + std::to_string(ranks.size() - kNamed) + " others";
   return text;
+}
+
+std::string own_address(Bootstrap& bootstrap, std::span<const int> members) {
+  constexpr char kLocalhost[] = "127.0.0.1";
+  std::string found = kLocalhost;
+  for (const int member : members) {
+    std::string own;
+    std::string theirs;
+    if (member == bootstrap.rank()) continue;
+    bootstrap.addresses(member, &own, &theirs);
+    if (!own.empty() && own != theirs && own != kLocalhost && own != "::1") return own;
+    if (!own.empty() && found == kLocalhost) found = own;
+  }
+  return found;
 }
 
 Status gather(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, const Parcel& mine, TimePoint deadline,

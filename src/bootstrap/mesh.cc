@@ -232,6 +232,7 @@ void Mesh::addresses(int peer, std::string* own, std::string* theirs) {
     return found.starts_with(kMapped) && found.find('.') != std::string::npos ? found.substr(sizeof kMapped - 1)
                                                                               : found;
   };
+  const std::lock_guard lock(connections_mutex_);
   sockaddr_storage at{};
   socklen_t length = sizeof at;
   if (::getsockname(peers_[peer].connection.fd(), reinterpret_cast<sockaddr*>(&at), &length) == 0) *own = text(at);

@@ -76,17 +76,10 @@ Status open_carrier_channel(const BackendInit& init, uint64_t tag, int device, c
   }
   if (ranks == 1) return {};
 
-  // Peers on this host may know it as localhost; others cannot.
-  std::string local = "127.0.0.1";
-  std::string host = local;
-  for (int rank = 0; rank < ranks; ++rank) {
-    if (rank == me) continue;
-    std::string own;
-    std::string theirs;
-    init.bootstrap->addresses(init.members[rank], &own, &theirs);
-    if (rank == 0) host = theirs;
-    if (!own.empty() && own != "127.0.0.1" && own != "::1") local = own;
-  }
+  const std::string local = own_address(*init.bootstrap, init.members);
+  std::string own;
+  std::string host = "127.0.0.1";
+  if (me != 0) init.bootstrap->addresses(init.members[0], &own, &host);
   const std::vector<int32_t> comm_ranks(init.members.begin(), init.members.end());
   twChannelConfig_t config{};
   config.size = sizeof config;

@@ -122,6 +122,11 @@ Status shrink_group(twGroup& group, const twGroupConfig_t* given, const Status& 
 // Grows a group. Collective: see twGroupReserve. `given`: what is asked for; `readable`: as in create_group.
 Status grow_group(twGroup& group, const twReserve_t& given, const Status& readable);
 
+// Has the ranks of a group tell each other bytes. Collective: see twGroupMeet. `readable`: as in create_group. all: N
+// times as many.
+Status meet_in_group(twGroup& group, std::span<const std::byte> mine, const Status& readable, int32_t timeout_ms,
+                     std::byte* all);
+
 // Takes over what steps on a device have found out. Never blocks.
 void poll_device(twGroup& group);
 

@@ -4,6 +4,7 @@
 #include "core/occasion.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace tw {
 namespace {
@@ -22,9 +23,11 @@ Occasion unpack(const std::string& bytes) {
 
 // Words of a sentence: "destroys a group", "destroy one" ...
 std::string does(const Occasion& occasion, bool plural, bool first, bool named) {
-  const char* const verbs[] = {"stray", "create", "shrink", "destroy", "grow"};
-  std::string text = verbs[static_cast<size_t>(occasion.call) < 5 ? static_cast<size_t>(occasion.call) : 0];
+  const char* const verbs[] = {"stray", "create", "shrink", "destroy", "grow", "meet"};
+  std::string text =
+      verbs[static_cast<size_t>(occasion.call) < std::size(verbs) ? static_cast<size_t>(occasion.call) : 0];
   if (!plural) text += 's';
+  if (occasion.call == Call::kMeet) text += " in";
   if (!named || occasion.group == 0) return text + (first ? " a group" : " one");
   // Occasions begin at 2; calls are counted from 1.
   return text + (first ? " the group" : " the one") + " that call " + std::to_string((occasion.group >> 16) - 1) +
@@ -50,7 +53,9 @@ Status call_mismatch(std::span<const int> ranks, std::span<const Occasion> occas
     told.push_back(each);
   }
   return fail(twCallMismatch,
-              "{}; all ranks of a comm must create, grow, shrink and destroy its groups in the same order", text);
+              "{}; all ranks of a comm must create, grow, shrink and destroy its groups, and meet in them, in the same "
+              "order",
+              text);
 }
 
 bool Opening::anybody_elsewhere(const std::vector<Parcel>& come) const {

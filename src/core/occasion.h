@@ -1,8 +1,8 @@
-// Occasions: the calls that the ranks of a comm make together outside of steps (create, grow, shrink, destroy). Each
-// call takes the next occasion (twComm::next_tags), the same on all ranks as long as they make the same calls in the
-// same order. The parcel that opens a call says which call it is. So a rank that makes another one is noticed at once
-// (twCallMismatch), instead of being taken for a partner or waited for. What changes here changes which rank is named
-// in that error.
+// Occasions: the calls that the ranks of a comm make together outside of steps (create, grow, shrink, destroy, meet).
+// Each call takes the next occasion (twComm::next_tags), the same on all ranks as long as they make the same calls in
+// the same order. The parcel that opens a call says which call it is. So a rank that makes another one is noticed at
+// once (twCallMismatch), instead of being taken for a partner or waited for. What changes here changes which rank is
+// named in that error.
 #pragma once
 
 #include <vector>
@@ -11,11 +11,11 @@
 
 namespace tw {
 
-enum class Call : uint8_t { kCreate = 1, kShrink, kDestroy, kGrow };
+enum class Call : uint8_t { kCreate = 1, kShrink, kDestroy, kGrow, kMeet };
 
 struct Occasion {
   Call call = Call::kCreate;
-  uint64_t group = 0;  // the group that is shrunk, destroyed or grown: the tags that it was created at; 0 for kCreate
+  uint64_t group = 0;  // the group that is shrunk, destroyed, grown or met in: the tags of its creation; 0 for kCreate
 
   bool operator==(const Occasion&) const = default;
 };

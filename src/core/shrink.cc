@@ -160,9 +160,9 @@ class Agreement {
   static uint8_t why(Presence presence, const Occasion& made, const Occasion& mine) {
     if (presence == Presence::kGone || presence == Presence::kGaveUp) return kOut | kAway;
     if (presence == Presence::kLate) return kOut | kSilent;
-    // A rank that destroys the group, or has nothing to say, takes no part. One that grows it does not know of the
-    // error yet.
-    const bool leaves = made.group == mine.group && made.call != Call::kGrow;
+    // A rank that destroys the group, or has nothing to say, takes no part. One that grows it, or meets in it, does not
+    // know of the error yet.
+    const bool leaves = made.group == mine.group && made.call != Call::kGrow && made.call != Call::kMeet;
     return leaves ? kOut | kAway : kOut | kSilent | kElsewhere;
   }
 

@@ -17,25 +17,11 @@ constexpr const char* kConnecting = "connecting the engine between hosts";
 constexpr const char* kAddingWindow = "adding a window of the engine between hosts";
 constexpr milliseconds kLook{1};  // how often a wait looks whether it is over
 
-// The address by which peers reach this rank. Where all are on one host, nobody tells one.
-std::string own_address(const Meeting& meeting) {
-  std::string found = "127.0.0.1";
-  for (const int member : meeting.members) {
-    std::string own;
-    std::string theirs;
-    if (member == meeting.bootstrap->rank()) continue;
-    meeting.bootstrap->addresses(member, &own, &theirs);
-    if (!own.empty() && own != theirs && own != "127.0.0.1" && own != "::1") return own;
-    if (!own.empty() && found == "127.0.0.1") found = own;
-  }
-  return found;
-}
-
 }  // namespace
 
 Status connect_fabric(const FabricOptions& options, const Meeting& meeting, std::unique_ptr<Engine>* engine) {
   std::unique_ptr<Endpoint> endpoint;
-  const std::string address = options.provider == "tcp" ? own_address(meeting) : "";
+  const std::string address = options.provider == "tcp" ? own_address(*meeting.bootstrap, meeting.members) : "";
   const Status opened = open_endpoint(options.provider, address, &endpoint);
   return connect_endpoint(options, meeting, std::move(endpoint), opened, engine);
 }

@@ -50,6 +50,12 @@ TEST(Interrupt, Dispatch) {
   EXPECT_EQ(error_of(world[2]).peer, 0) << "who gave up";
 }
 
+TEST(Interrupt, AMeetingInAGroup) {
+  World world(3, patient(make_config(6, 2, 4)));
+  interrupt_first([&](int rank) { return twGroupMeet(world[rank], nullptr, 0, 0, nullptr); },
+                  "meeting in a group was interrupted while rank 1 had not arrived");
+}
+
 TEST(Interrupt, Combine) {
   World world(3, patient(make_config(6, 2, 4)));
   Exchange exchange(world, make_traffic(world.config, {2, 0, 4}, 1), {}, 1);

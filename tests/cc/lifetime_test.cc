@@ -124,24 +124,36 @@ TEST_P(Lifetime, CreatingWhileMoreShrink) {
   });
 }
 
-// More create than shrink: all hear it, nobody is given up, and all can shrink then.
-TEST_P(Lifetime, ShrinkingWhileMoreCreate) {
+// More make another call than shrink: all hear it, nobody is given up, and all can shrink then.
+void shrink_alone(World& world, const std::function<twResult_t(int rank)>& call, const std::string& sentence) {
   on_all_ranks(3, [&](int rank) {
-    twGroup_t fresh = nullptr;
     if (rank == 1) {
-      const Outcome outcome = shrink((*world)[1]);
+      const Outcome outcome = shrink(world[1]);
       EXPECT_TW(twCallMismatch, outcome.result);
-      EXPECT_NE(outcome.sentence.find("rank 0, 2 create a group while rank 1 shrinks one"), std::string::npos)
-          << outcome.sentence;
+      EXPECT_NE(outcome.sentence.find(sentence), std::string::npos) << outcome.sentence;
     } else {
-      EXPECT_TW(twCallMismatch, create(rank, &fresh));
+      EXPECT_TW(twCallMismatch, call(rank));
     }
   });
   on_all_ranks(3, [&](int rank) {
-    const Outcome outcome = shrink((*world)[rank]);
+    const Outcome outcome = shrink(world[rank]);
     EXPECT_TW(twSuccess, outcome.result) << outcome.sentence;
     EXPECT_EQ(outcome.members, (std::vector{0, 1, 2}));
   });
+}
+
+TEST_P(Lifetime, ShrinkingWhileMoreCreate) {
+  std::vector<twGroup_t> fresh(3);
+  shrink_alone(
+      *world, [&](int rank) { return create(rank, &fresh[static_cast<size_t>(rank)]); },
+      "rank 0, 2 create a group while rank 1 shrinks one");
+}
+
+// They do not leave the group by that.
+TEST_P(Lifetime, ShrinkingWhileMoreMeet) {
+  shrink_alone(
+      *world, [&](int rank) { return twGroupMeet((*world)[rank], nullptr, 0, 0, nullptr); },
+      "rank 0, 2 meet in a group while rank 1 shrinks one");
 }
 
 INSTANTIATE_TEST_SUITE_P(Meetings, Lifetime, ::testing::Bool(),

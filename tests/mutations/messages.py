@@ -1,10 +1,14 @@
-"""Mutations of weights that move in messages, where ranks have no memory in common."""
+"""Mutations of weights that move in messages, where not all ranks have memory in common, and of how such ranks meet."""
 
 from mutation import Edit, Mutation
 
 MESSAGES = "python/tokenway/balance/messages.py"
 COPIES = "python/tokenway/balance/copies.py"
+WEIGHTS = "python/tokenway/balance/weights.py"
+REPLICAS = "python/tokenway/balance/replicas.py"
+MEET = "src/core/meet.cc"
 MOVED = "py/test_messages"
+BETWEEN = "py/test_moves_between_hosts"
 
 MESSAGES_MUTATIONS = (
     Mutation(
@@ -81,5 +85,88 @@ MESSAGES_MUTATIONS = (
         MOVED,
         "test_ranks_that_differ",
         (Edit(MESSAGES, "        if card[3] != cards[me][3]:\n", "        if not card[3]:\n"),),
+    ),
+    Mutation(
+        "peers of other hosts are told localhost",
+        "weights go to the ranks of the group",
+        "meet_test",
+        "Meet.RanksOfOtherHostsAreToldNoLocalhost",
+        (
+            Edit(
+                "src/bootstrap/gather.cc",
+                '    if (!own.empty() && own != theirs && own != kLocalhost && own != "::1") return own;\n',
+                "    if (!own.empty()) return own;\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "who comes late goes on with what others have given up",
+        "an occasion is used up by all",
+        "meet_test",
+        "Meet.WhoComesLateHearsThatTheOthersHaveGivenUp",
+        (
+            Edit(
+                MEET,
+                "return agree(bootstrap, group.members, tags + kHave, deadline, kMeeting, {});",
+                "return met;",
+            ),
+        ),
+    ),
+    Mutation(
+        "a rank that gives up a meeting tells nobody",
+        "S6",
+        "meet_test",
+        "Meet.WhoComesLateHearsThatTheOthersHaveGivenUp",
+        (Edit(MEET, "  bootstrap.give(group.members, tags + kHave, pack_result(met).take());", "  "),),
+    ),
+    Mutation(
+        "a meeting waits for a rank that has given the group up",
+        "S6",
+        "meet_test",
+        "Meet.AGroupThatIsGivenUpHasNoMeetings",
+        (Edit(MEET, "return finished() || group.has_left(group.rank_of(member));", "return member < 0;"),),
+    ),
+    Mutation(
+        "who meets in a group has left it for those that shrink",
+        "survivors are those that live",
+        "lifetime_test",
+        "Meetings/Lifetime.ShrinkingWhileMoreMeet/*",
+        (Edit("src/core/shrink.cc", " && made.call != Call::kMeet;", ";"),),
+    ),
+    Mutation(
+        "ranks meet that give unlike numbers of bytes",
+        "S10",
+        "meet_test",
+        "Meet.RanksGiveAsMuch",
+        (Edit(MEET, "if (given[rank].size() == given[0].size()) continue;", "if (rank > 0) continue;"),),
+    ),
+    Mutation(
+        "a rank of another host is not asked for its weights",
+        "ranks follow one plan",
+        BETWEEN,
+        "test_between_hosts_experts_move",
+        (Edit(WEIGHTS, "            if self.messages is None:\n                raise\n", "            raise\n"),),
+    ),
+    Mutation(
+        "a rank of the same host is asked for what lies in memory",
+        "weights of a host are read in memory",
+        BETWEEN,
+        "test_between_hosts_experts_move",
+        (
+            Edit(
+                WEIGHTS,
+                "            self._pull(*piece, stream)\n",
+                "            if self.messages is not None:\n"
+                '                raise Unsupported("asked")\n'
+                "            self._pull(*piece, stream)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        "experts are trained whose gradients nobody can sum",
+        "a call that is not possible is refused",
+        "py/test_training_plans",
+        "test_between_hosts",
+        (Edit(REPLICAS, "        if weights.messages is not None:", "        if weights.messages is weights:"),),
     ),
 )

@@ -8,7 +8,7 @@ docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives me
 its name says. The unmutated sources must pass the test too, right behind the mutant.
 
 Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1, a failure. Mutations of the Python
-package need pytest, and what else the tests do.
+package need pytest, and what else the tests do; those of ranks on several hosts libfabric and its headers.
 """
 
 import argparse
@@ -167,6 +167,7 @@ class Workshop:
     def __init__(self, root: Path, compiler: str) -> None:
         self.root = root
         self.compiler = compiler
+        self.flags = FLAGS + fabric_flags(compiler)
         self.tree = root / "tree"
         self.objects = root / "objects"
         for folder in ("src", "include", "tests/cc", "python"):
@@ -186,7 +187,7 @@ class Workshop:
         out.parent.mkdir(parents=True, exist_ok=True)
         dependencies = ["-MMD", "-MF", f"{out}.d"]
         with self.cores:
-            call([self.compiler, *FLAGS, *includes, *pre, *dependencies, "-c", str(path), "-o", str(out)])
+            call([self.compiler, *self.flags, *includes, *pre, *dependencies, "-c", str(path), "-o", str(out)])
 
     def precompiled(self, folder: str) -> Path:
         return self.objects / f"{folder}.h"
@@ -200,7 +201,7 @@ class Workshop:
 
     def build_control(self, units: list[str], pool: concurrent.futures.Executor) -> None:
         for pre in map(self.precompiled, PRECOMPILED):
-            call([self.compiler, *FLAGS, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
+            call([self.compiler, *self.flags, "-x", "c++-header", str(pre), "-o", f"{pre}.gch"])
         found = [*self.tree.glob("src/*/*.cc"), *self.tree.glob("src/cuda/plan/*.cc")]  # plans need no CUDA
         shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
@@ -363,6 +364,13 @@ def report(mutations: list[Mutation], outcomes: list[Outcome]) -> None:
     for mutation, outcome in zip(mutations, outcomes, strict=True):
         if not outcome.caught:
             print(f"\n{mutation.name}: {outcome.how}\n{outcome.detail}")
+
+
+def fabric_flags(compiler: str) -> list[str]:
+    """What builds the engine between hosts, where libfabric's headers are."""
+    command = [compiler, "-x", "c++", "-fsyntax-only", "-include", "rdma/fabric.h", os.devnull]
+    probe = subprocess.run(command, capture_output=True, check=False)
+    return ["-DTOKENWAY_WITH_FABRIC=1"] if probe.returncode == 0 else []
 
 
 def missing_tools(compiler: str) -> str:

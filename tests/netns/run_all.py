@@ -37,7 +37,8 @@ SUITE = ("exchange", "rounds", "errors", "survival", "throughput", "leases", "pr
 # Between hosts of several ranks, over `fabric`.
 BETWEEN_SUITE = (
     *("exchange", "rounds", "errors", "survival", "throughput", "leases", "properties", "collectives"),
-    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias"),
+    *("row_types", "growth", "parts", "arena", "auto", "choice_values", "per_expert", "bias", "moving", "balancer"),
+    "moved_ranks",
 )
 QUICK_SUITE = ("exchange", "survival")
 QUICK = ("-m", "not long and not heavy and not slow")

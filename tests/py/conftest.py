@@ -17,6 +17,9 @@ import harness
 import pytest
 from hypothesis import settings
 
+import tokenway as tw
+from tokenway import _native
+
 NO_TORCH = os.environ.get("TORCH") == "0"
 STRICT = os.environ.get("TW_STRICT") == "1"
 
@@ -121,6 +124,15 @@ def torch() -> Any:
     import torch
 
     return torch
+
+
+@pytest.fixture(scope="session")
+def fabric() -> None:
+    """What joins hosts: libfabric, with its provider tcp."""
+    try:
+        need("tcp" in _native.libfabric()[1].split(", "), "libfabric's provider tcp")
+    except tw.Unsupported as error:
+        need(False, str(error))
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def made_of(base: Any) -> Any:
 
     class Fabric(base):  # type: ignore[misc, valid-type]
         name = "fabric"
-        lacks = base.lacks | {"memory in common", "moving weights"}  # docs/BACKENDS.md
+        lacks = base.lacks | {"memory in common"}  # docs/BACKENDS.md
         death_seen = 4.0  # a peer's end is told by its connection, and passed on
 
         @staticmethod

@@ -1,6 +1,6 @@
-"""Weights that move in messages, where ranks have no memory in common. What a balancer does there test_balancer.py
-tells, with --backend torch; here are a few of its cases in each run, and what only messages can meet: peers that are
-late, stopped or gone, calls that are cut, and strangers."""
+"""Weights that move in messages, where not all ranks have memory in common. What a balancer does there test_balancer.py
+tells, with --backend torch and --backend fabric; here are a few of its cases in each run, and what only messages can
+meet: peers that are late, stopped or gone, calls that are cut, and strangers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ import harness
 import numpy as np
 import pytest
 import test_balancer
+from fabric_backend import EACH
 from harness import HANGS, await_flags, raise_flag
 from test_balancer import WEIGHTS, balanced, fill, make
 
 import tokenway as tw
-from tokenway import _native, balance
+from tokenway import balance
 from tokenway.balance import copies, messages
 
 pytestmark = pytest.mark.usefixtures("torch")
@@ -51,22 +52,6 @@ def test_one_rank() -> None:
     """Has no peer that it could ask."""
     ((told, _, _),) = harness.Threads("torch", 1).run(balanced, 30, 1, None)
     assert told.steps > 0 and told.moves == 0
-
-
-def unmoved(env: Any) -> Any:
-    placement, made = make(env, 5)
-    with tw.Group(env.comm, **made, expert_map=placement) as group:
-        return harness.caught(balance.Weights, group, WEIGHTS)
-
-
-def test_between_hosts_none_move() -> None:
-    """Ranks of a host have memory in common, and those of others neither that nor a carrier: all are told."""
-    try:
-        _native.libfabric()
-    except tw.Unsupported as error:
-        pytest.skip(str(error))
-    for told in harness.Threads("fabric", 3).run(unmoved):
-        harness.said(told, "twUnsupported", "backend 'fabric' moves no weights between hosts; backend 'torch' does")
 
 
 def dropping(env: harness.Env) -> Any:
@@ -147,11 +132,14 @@ def close_at_once(env: harness.Env) -> Any:
 
 
 @pytest.mark.processes
-def test_a_peer_that_is_stopped_and_dies(tmp_path) -> None:
+@pytest.mark.parametrize("between", ["torch", "fabric"])
+def test_a_peer_that_is_stopped_and_dies(tmp_path, between, request) -> None:
     """While it is stopped, a balancer's end waits for nothing; when it has died, a copy from it has failed."""
-    workers = harness.Workers(3)
+    if between == "fabric":
+        request.getfixturevalue("fabric")
+    workers = harness.Workers(3, {EACH: "1"})
     try:
-        key = ("messages", 0, "torch", f"messages-{os.getpid()}-{time.monotonic_ns()}")
+        key = ("messages", 0, between, f"messages-{os.getpid()}-{time.monotonic_ns()}")
         workers.send(range(3), begin_pull, str(tmp_path), 10 * HANGS, key=key)
         harness.settle(workers.collect(range(3), HANGS))
 
@@ -240,8 +228,9 @@ def test_a_process_that_closes_nothing_ends(tmp_path) -> None:
 # ---- who meets -----------------------------------------------------------------------------------
 
 
-def given_apart(env: harness.Env, folder: str) -> Any:
-    """Other weights on rank 1; weights that are refused there; none at all until rank 0 has given up."""
+def given_apart(env: harness.Env, folder: str, late: bool) -> Any:
+    """Other weights on rank 1; weights that are refused there; none at all until rank 0 has given up. late: then rank 1
+    comes."""
     placement, settings = make(env, 10)
     with tw.Group(env.comm, **settings, expert_map=placement) as group:
         other = WEIGHTS if env.rank == 0 else {"scale": ((5,), "float32")}
@@ -255,18 +244,28 @@ def given_apart(env: harness.Env, folder: str) -> Any:
                 messages.usual_timeout = usual
             raise_flag(folder, "given up")
         await_flags(folder, "given up")
+        if late and env.rank == 1:
+            found.append(harness.caught(balance.Weights, group, WEIGHTS))
         with closing(balance.Weights(group, WEIGHTS)) as weights:
             fill(env, group, weights)  # they go on
+            if env.rank == 1:
+                weights.pull((0, 4096, 4096, 8), 0)
+                raise_flag(folder, "pulled")
+            await_flags(folder, "pulled")
         return found
 
 
-def test_ranks_that_differ(tmp_path) -> None:
-    """All hear of it, and the next try is as the first."""
-    first, second = harness.Threads("torch", 2).run(given_apart, str(tmp_path))
+def judge_apart(first: list[Any], second: list[Any]) -> None:
     for found in (first, second):
         harness.said(found[0], "twConfigMismatch", "were given weights of other names, shapes or dtypes")
     harness.said(first[1], "twPeerRefused", "rank 1 has refused its weights: weights is empty")
     harness.said(second[1], "twInvalidArgument", "weights is empty")
+
+
+def test_ranks_that_differ(tmp_path) -> None:
+    """All hear of it, and the next try is as the first."""
+    first, second = harness.Threads("torch", 2).run(given_apart, str(tmp_path), False)
+    judge_apart(first, second)
     harness.said(first[2], "twTimeout", "rank 1 of 2 did not arrive within 0.5 s")
 
 

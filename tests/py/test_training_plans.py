@@ -112,8 +112,17 @@ def apart(env: Any) -> Any:
         return heard
 
 
+REFUSAL = "some ranks of the group have no memory in common, so experts cannot be trained in replicas"
+
+
 @pytest.mark.torch
 def test_over_a_carrier(torch) -> None:
     """Nobody could sum there."""
     for heard in harness.Threads("torch", 2).run(apart):
-        harness.said(heard, "twUnsupported", "no memory in common, so experts cannot be trained in replicas")
+        harness.said(heard, "twUnsupported", REFUSAL)
+
+
+def test_between_hosts(fabric) -> None:
+    """Nor there, on none of the ranks, whatever they have in common with some."""
+    for heard in harness.Threads("fabric", 3).run(apart):  # of two hosts
+        harness.said(heard, "twUnsupported", REFUSAL)

@@ -1,5 +1,5 @@
 """What goes on beside the steps of a model: plans, in a thread; and copies of experts' weights, in another thread on
-the CPU, by a copy engine on a CUDA device, in messages where ranks have no memory in common."""
+the CPU, by a copy engine on a CUDA device, in messages from ranks with which there is no memory in common."""
 
 from __future__ import annotations
 
@@ -262,8 +262,9 @@ class DeviceCopies(Thinking):
 
 
 class MessageCopies(HostCopies):
-    """Where ranks have no memory in common, on the CPU and on a CUDA device. One thread asks peers for what this rank
-    needs, in order, and another takes what the planner tells."""
+    """Where not all ranks have memory in common, on the CPU and on a CUDA device. One thread brings what this rank
+    needs, in order, from memory that it sees and else by asking, and another takes what the planner tells, also a
+    planner of this host."""
 
     def __init__(self, weights: Weights, messages: Messages):
         super().__init__(weights)

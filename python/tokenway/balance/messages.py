@@ -1,5 +1,6 @@
-"""Experts' weights as messages, where ranks have no memory in common: each rank serves those that it has to peers that
-ask for them, over connections beside the group's steps.
+"""Experts' weights as messages, for ranks that have no memory in common, as those of several hosts: each rank serves
+those that it has to peers that ask for them, over connections beside the group's steps. Ranks of a host that do have
+memory in common read it as ever (`Weights.pull`).
 
 Nobody sends what was not asked for. So what a rank reads of a peer's weights, it reads between its question and the end
 of the answer, as it would between begin and end of a copy from memory in common (docs/PROTOCOL.md, M1); and what comes
@@ -9,6 +10,7 @@ after it has given up comes to a connection that is closed, and to no slot.
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
 import socket
@@ -17,14 +19,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from ctypes import byref, c_char_p, create_string_buffer
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokenway import _native
 from tokenway.comm import usual_timeout
-from tokenway.errors import ConfigMismatch, PeerRefused, SystemFailure, TokenwayError, Unsupported
+from tokenway.errors import ConfigMismatch, PeerRefused, SystemFailure, TokenwayError
 from tokenway.group import Group
 from tokenway.meeting import gather_at
+from tokenway.settings import milliseconds
 
 LOG = logging.getLogger("tokenway.balance")
 _KEY_BYTES = 16  # by which a rank knows those that have met it
@@ -33,6 +38,7 @@ _ANSWER = struct.Struct("<q")  # how many bytes follow; or _REFUSED
 _BOARDS, _REFUSED = -1, -1
 _GREETING = 10.0  # seconds that who connects may take to say the key
 _LOOK = 5.0  # seconds between two looks whether who follows is still there
+_CARD = 8 << 10  # bytes of what a rank tells where they meet: 512 characters, each of up to 12, and more
 _PIECE = 8 << 20  # bytes of a device's memory that go through the host's at once
 
 
@@ -284,28 +290,26 @@ class Messages:
 
 
 def connect(group: Group, view: Any, digest: str, problem: TokenwayError | None) -> Messages:
-    """This rank's part in moving weights of a group over a carrier. Collective. view: its weights, bytes. digest: of
-    how they lie. problem: why this rank has none; it is raised here, when the others know. Errors: PeerRefused where
-    another rank has one, ConfigMismatch where weights lie otherwise, PeerTimeout, SystemFailure; Unsupported, on all
-    ranks alike, where they have neither a carrier nor memory in common."""
-    if group.comm.carrier is None:
-        raise Unsupported(
-            f"ranks of the group are on several hosts, and backend {group.comm.backend!r} moves no weights between "
-            "hosts; backend 'torch' does"
-        )
-    plan = group.comm.carrier.plan_of(group.native.pointer)
+    """This rank's part in moving weights of a group where not all ranks have memory in common. Collective. view: its
+    weights, bytes. digest: of how they lie. problem: why this rank has none; it is raised here, when the others know.
+    Errors: PeerRefused where another rank has one, ConfigMismatch where weights lie otherwise, PeerTimeout, PeerDied,
+    SystemFailure."""
+    carrier = group.comm.carrier
+    meeting: _InGroup | _AtStore = (
+        _InGroup(group) if carrier is None else _AtStore(carrier.plan_of(group.native.pointer))
+    )
     limit = group.settings.timeout or usual_timeout()
     server = None
     try:
         if problem is None:
             memory = (HostMemory if group.device is None else DeviceMemory)(group, view)
-            server = Server(memory, plan.local)
+            server = Server(memory, meeting.local)
     except OSError as error:
-        problem = SystemFailure(f"rank {plan.rank} cannot serve its weights at {plan.local}: {error}")
+        problem = SystemFailure(f"rank {group.rank} cannot serve its weights at {meeting.local}: {error}")
     try:
         mine = [str(problem)[:512]] if server is None else [*server.door, digest]
-        cards = _gather(plan, mine, limit)
-        _check(plan.rank, cards, problem)
+        cards = meeting.gather(mine, limit)
+        _check(group.rank, cards, problem)
     except BaseException:
         if server is not None:
             server.close()
@@ -314,11 +318,37 @@ def connect(group: Group, view: Any, digest: str, problem: TokenwayError | None)
     return Messages(server, memory, [Door(*card[:3]) for card in cards], limit)
 
 
-def _gather(plan: Any, mine: list[Any], limit: float) -> list[Any]:
-    import torch.distributed as dist
+class _AtStore:
+    """Ranks of a carrier meet where the group's channel did. plan: the channel's."""
 
-    store = dist.PrefixStore(f"tokenway-weights-{plan.key}", plan.store)
-    return gather_at(store, "weights", mine, plan.rank, plan.nranks, limit)
+    def __init__(self, plan: Any):
+        self._plan = plan
+        self.local: str = plan.local  # the address by which peers reach this rank
+
+    def gather(self, mine: list[Any], limit: float) -> list[Any]:
+        """What each rank gives, within so many seconds."""
+        import torch.distributed as dist
+
+        plan = self._plan
+        store = dist.PrefixStore(f"tokenway-weights-{plan.key}", plan.store)
+        return gather_at(store, "weights", mine, plan.rank, plan.nranks, limit)
+
+
+class _InGroup:
+    """Ranks between which the library itself is connected meet over that."""
+
+    def __init__(self, group: Group):
+        self._pointer, self._nranks = group.native.pointer, group.nranks
+        address = c_char_p()
+        _native.check(_native.lib.twGroupAddress(self._pointer, byref(address)))
+        self.local = (address.value or b"").decode()
+
+    def gather(self, mine: list[Any], limit: float) -> list[Any]:
+        """As `_AtStore` does. It is one of the calls of a comm that ranks make in the same order."""
+        card = json.dumps(mine).encode().ljust(_CARD)
+        cards = create_string_buffer(_CARD * self._nranks)
+        _native.check(_native.lib.twGroupMeet(self._pointer, card, _CARD, milliseconds(limit), cards))
+        return [json.loads(cards.raw[_CARD * rank : _CARD * (rank + 1)]) for rank in range(self._nranks)]
 
 
 def _check(me: int, cards: list[list[Any]], problem: TokenwayError | None) -> None:

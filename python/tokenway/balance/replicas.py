@@ -48,12 +48,15 @@ class Replicas:
     """Those of all layers, on one rank. Its calls are collective, on the stream of the steps.
 
     weights: `Weights` of tensors as `balance.trained` names them. Maps must leave a slot of each rank empty (-1), to
-    which gradients of other ranks come. Errors: InvalidArgument; Unsupported where ranks have no memory in common.
+    which gradients of other ranks come. Errors: InvalidArgument; Unsupported, on all ranks alike, where
+    some have no memory in common.
     """
 
     def __init__(self, weights: Weights):
         if weights.messages is not None:  # they come beside the steps, and sums are in the order of the stream
-            raise Unsupported("ranks of the group have no memory in common, so experts cannot be trained in replicas")
+            raise Unsupported(
+                "some ranks of the group have no memory in common, so experts cannot be trained in replicas"
+            )
         self.weights, self._group = weights, weights.group
         self.parts = Parts.of(weights.layout.tensors)
         self._place = self._group.native.place

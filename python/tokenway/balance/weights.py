@@ -102,10 +102,11 @@ class Weights:
     dtype), alike on all ranks. `tensor` shows a layer's, [local slots, ...], to fill and to multiply with; slot i of
     them is the rank's i-th physical slot. Errors: InvalidArgument; InvalidUsage where the group has no such memory.
 
-    Where ranks have no memory in common, as over a carrier, making this is collective, and each rank serves its weights
-    to the others, over connections beside the group's steps, until `close` or the end of this object. Errors then also:
-    PeerRefused where another rank's arguments are refused, ConfigMismatch, PeerTimeout, SystemFailure. Over "fabric"
-    this is Unsupported, if the ranks are on several hosts.
+    Where not all ranks have memory in common, as over a carrier, or over "fabric" between hosts, making this is
+    collective, one of the calls of a comm that ranks make in the same order, between steps. Each rank serves its
+    weights to those that cannot read them, over connections beside the group's steps, until `close` or the end of this
+    object; ranks of a host read theirs in memory where they have it in common. Errors then also: PeerRefused where
+    another rank's arguments are refused, ConfigMismatch, CallMismatch, PeerTimeout, PeerDied, SystemFailure.
     """
 
     def __init__(self, group: Group, weights: Mapping[str, tuple[Any, Any]]):
@@ -132,7 +133,7 @@ class Weights:
             raise problem
 
     def close(self) -> None:
-        """Serves no more, where ranks have no memory in common. Views stay."""
+        """Serves no more, where not all ranks have memory in common. Views stay."""
         if self.messages is not None:
             self.messages.close()
 
@@ -215,7 +216,7 @@ class Weights:
         return self._native.place.window_view(self._memory, (count,), "uint8", torch, self._keeper)
 
     def pull_board(self, rank: int, stream: int) -> None:
-        """Copies a rank's board to this one's."""
+        """Copies the board of a rank that this one has memory in common with to this one's."""
         self._pull(rank, 0, 0, self.layout.board, stream)
 
     def pieces(
