@@ -75,10 +75,11 @@ class CpuBackend : public Backend {
     const bool values = call.sent.values;
     const Shape& rows = call.sent.map.shape();
     const Folding folding{call.sent.map, {call.sent.wire, call.sent.wire, call.sent.elements, false}, values};
-    transport_.begin(call.at,
-                     {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0), 0,
-                      folds_between(transport_, context_.domains) ? Area::kFolds : Area::kReturns, &folding},
-                     call.send_only);
+    transport_.begin(
+        call.at,
+        {counts_.data(), values ? 2 : 1, rows.combine_bytes + (values ? choice_bytes(rows.top_k) : 0), 0,
+         folds_between(transport_, context_.domains) ? Area::kFolds : Area::kReturns, &call.sent.map, &folding},
+        call.send_only);
     const auto send = [&](auto&& terms) {
       tw::send_combine(transport_, call.sent.map, call.at, received, part, counts_.data(), types, note_of(call), terms,
                        call.sent.scales == twScalesNone ? sum_rows : sum_to_fp8, partial_.data(), call.keep_own,
@@ -240,7 +241,7 @@ class CpuBackend : public Backend {
     const bool values = call.sent.values;
     transport_.begin(call.at,
                      {choices_.data(), values ? 2 : 1, rows.combine_bytes + (values ? uint64_t{sizeof(float)} : 0), 0,
-                      Area::kReturns},
+                      Area::kReturns, &call.sent.map},
                      call.send_only);
     place_received(context_, call.layout, call.alignment, next_.data(), handle);
     ExpertPlaces places(shape(), context_.placement, context_.me, context_.local_experts, next_.data());

@@ -60,6 +60,7 @@ FabricTransport::FabricTransport(const BackendInit& init, Windows windows, const
   const auto places = static_cast<size_t>(map_.shape().channels) * HostsMap::kBanks;
   words_told_.assign(places * topology.ranks.size(), pack({init.context->first_step, Mode::kNone, 0}));
   rows_told_.assign(places * topology.host.size(), 0);
+  in_place_.resize(places);
   const int mine = topology_.host[me_];
   for (int rank = 0; rank < topology_.size(); ++rank) {
     if (topology_.host[rank] != mine) inbound_[rank] = {topology_.rail_peer(rank, mine), topology_.list(rank, mine)};

@@ -27,6 +27,12 @@ void FabricTransport::begin(StepPlace at, const Outline& outline, bool send_only
   staged_ = 0;
   run_ = {};
   if (engine_ == nullptr) return;
+  RowsInPlace& partials = in_place_[index(at, 0, 1)];
+  if (outline.map != nullptr) {
+    partials.begin(*outline.map, at.channel, at.bank());
+  } else {
+    partials.end();
+  }
   const int mine = topology_.host[me_];
   for (int host = 0, n = 0; host < topology_.hosts(); ++host) {
     shipped_[host] = 0;
@@ -200,7 +206,8 @@ bool FabricTransport::take(int source, StepPlace at, Signal told) {
   return store({told.step, told.mode, good ? static_cast<uint32_t>(entry.n) : kMaxCount}, entry.note);
 }
 
-// Copies what is for this rank out of a source's message. False if it is none.
+// Copies what is for this rank out of a source's message, but for partials, which stay in it (cpu/in_place.h). False if
+// it is none.
 bool FabricTransport::take_message(int source, StepPlace at, const Block& block) {
   const Inbound& from = inbound_[source];
   const auto area = static_cast<Area>(block.area);
@@ -217,7 +224,15 @@ bool FabricTransport::take_message(int source, StepPlace at, const Block& block)
     message = returned_rows(from.mate, from.list, at);
     room = hosts_map_.returns;
   }
-  return bytes <= room && deliver(message, bytes, topology_.rail[me_], local(0), map_.bytes());
+  if (bytes > room) return false;
+  RowsInPlace& partials = in_place_[index(at, 0, 1)];
+  const auto copy_others = [&](uint64_t offset, const std::byte* data, uint64_t n) {
+    const uint64_t stays = partials.take(offset, data, n);
+    copy(local(offset + stays), data + stays, n - stays);
+  };
+  const bool good = deliver(message, bytes, topology_.rail[me_], map_.bytes(), copy_others);
+  CpuTransport::flush();
+  return good;
 }
 
 }  // namespace tw::cpu

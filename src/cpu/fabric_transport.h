@@ -3,7 +3,7 @@
 // (cpu/host_message.h) into this rank's inbox at its rail peer there. All ranks of that host look at this rank's word
 // in their mate's memory; when it has come, each copies what is for it into its own window, and stores the signal
 // there. From there on all is as if a rank of the host had put it, so layouts, sums and bits are those of shared
-// memory.
+// memory. Partials of a combine alone stay in their messages, where sums read them (cpu/in_place.h).
 //
 // T1 to T11 of docs/PROTOCOL.md are kept here: sends post everything (T1); a wait looks at a word and then takes what
 // it tells, so before this rank publishes again (T2); two banks of everything (T3); the engine reads staging alone
@@ -20,6 +20,7 @@
 #include "cpu/asking.h"
 #include "cpu/fold_agent.h"
 #include "cpu/host_message.h"
+#include "cpu/in_place.h"
 #include "cpu/transport.h"
 #include "exchange/domains.h"
 #include "layout/hosts_map.h"
@@ -51,6 +52,12 @@ class FabricTransport : public CpuTransport {
 
   // Whether partials of a group with these domains are folded before they go to other hosts (fabric_folding.cc).
   bool folds(const Domains& domains) const;
+
+  // Until this rank's next step on the channel.
+  const std::byte* returned(StepPlace at, uint64_t offset) const {
+    const std::byte* const row = engine_ == nullptr ? nullptr : in_place_[index(at, 0, 1)].find(offset);
+    return row != nullptr ? row : local(offset);
+  }
 
   std::byte* window_of(int rank) const { return is_near(rank) ? CpuTransport::window_of(rank) : nullptr; }
 
@@ -165,9 +172,10 @@ class FabricTransport : public CpuTransport {
   Shared words_;
   Shared lists_;
   Shared next_lists_;
-  std::vector<Shared> former_;    // which the engine still knows
-  std::vector<Piece> pieces_;     // of the window
-  std::vector<Inbound> inbound_;  // [N]
+  std::vector<Shared> former_;         // which the engine still knows
+  std::vector<Piece> pieces_;          // of the window
+  std::vector<Inbound> inbound_;       // [N]
+  std::vector<RowsInPlace> in_place_;  // [channels, banks] of the step that is under way there
   std::unique_ptr<Asking> asking_;
   bool asks_ = true;
   std::atomic<int64_t> looked_ = 0;  // when peers' posts were looked at last, by the clock's count

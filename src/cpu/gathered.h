@@ -45,6 +45,7 @@ class Picker {
   }
   Signal load(uint64_t offset) const { return transport_.load(offset); }
   std::byte* local(uint64_t offset) const { return transport_.local(offset); }
+  const std::byte* returned(StepPlace at, uint64_t offset) const { return transport_.returned(at, offset); }
   Waited wait(int, uint64_t, uint32_t, TimePoint) { return Wake::kArrived; }
 
  private:

@@ -86,26 +86,4 @@ void HostMessage::append(const void* source, size_t n, const uint64_t* targets, 
   end_ += n;
 }
 
-bool deliver(const std::byte* message, uint64_t bytes, int rail, std::byte* window, uint64_t window_bytes) {
-  constexpr uint64_t kOffset = (uint64_t{1} << Record::kOffsetBits) - 1;
-  for (uint64_t at = 0; at < bytes;) {
-    Record record;
-    if (bytes - at < sizeof record) return false;
-    std::memcpy(&record, message + at, sizeof record);
-    const uint64_t head = Record::head(record.targets);
-    if (bytes - at < head || bytes - at - head < record.bytes) return false;
-    const std::byte* const data = message + at + head;
-    for (uint32_t i = 0; i < record.targets; ++i) {
-      uint64_t target = 0;
-      std::memcpy(&target, message + at + Record::head(i), sizeof target);
-      if (static_cast<int>(target >> Record::kOffsetBits) != rail) continue;
-      const uint64_t offset = target & kOffset;
-      if (offset > window_bytes || record.bytes > window_bytes - offset) return false;
-      std::memcpy(window + offset, data, record.bytes);
-    }
-    at = Record::padded(at + head + record.bytes);
-  }
-  return true;
-}
-
 }  // namespace tw::cpu

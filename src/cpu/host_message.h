@@ -66,7 +66,29 @@ class HostMessage {
   bool overflowed_ = false;
 };
 
-// Copies what is for the rank of that rail into its window. False if the message is none.
-bool deliver(const std::byte* message, uint64_t bytes, int rail, std::byte* window, uint64_t window_bytes);
+// Calls copy(offset, data, n) for all that is for the rank of that rail: n bytes for that offset of its window, which
+// lie in the message. False if the message is none; what stands before that has been copied.
+template <class Copy>
+bool deliver(const std::byte* message, uint64_t bytes, int rail, uint64_t window_bytes, Copy&& copy) {
+  constexpr uint64_t kOffset = (uint64_t{1} << Record::kOffsetBits) - 1;
+  for (uint64_t at = 0; at < bytes;) {
+    Record record;
+    if (bytes - at < sizeof record) return false;
+    std::memcpy(&record, message + at, sizeof record);
+    const uint64_t head = Record::head(record.targets);
+    if (bytes - at < head || bytes - at - head < record.bytes) return false;
+    const std::byte* const data = message + at + head;
+    for (uint32_t i = 0; i < record.targets; ++i) {
+      uint64_t target = 0;
+      std::memcpy(&target, message + at + Record::head(i), sizeof target);
+      if (static_cast<int>(target >> Record::kOffsetBits) != rail) continue;
+      const uint64_t offset = target & kOffset;
+      if (offset > window_bytes || record.bytes > window_bytes - offset) return false;
+      copy(offset, data, record.bytes);
+    }
+    at = Record::padded(at + head + record.bytes);
+  }
+  return true;
+}
 
 }  // namespace tw::cpu

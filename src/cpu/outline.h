@@ -24,6 +24,7 @@ struct Outline {
   uint64_t bytes = 0;                // bytes of a row, all its puts together
   uint64_t once = 0;                 // bytes of one more put for each rank; 0: none
   Area area = Area::kInbox;          // where the step's rows go between hosts
+  const WindowMap* map = nullptr;    // of a combine's partials; NULL in other steps
   const Folding* folding = nullptr;  // of Area::kFolds
 
   uint64_t all_rows(int ranks) const {

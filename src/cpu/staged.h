@@ -106,6 +106,7 @@ class StagedTransport {
   void publish(int peer, uint64_t offset, Signal signal, uint64_t note);
   Signal load(uint64_t offset) const;
   std::byte* local(uint64_t offset) const { return window_->data() + offset; }
+  const std::byte* returned(StepPlace, uint64_t offset) const { return local(offset); }
   std::shared_ptr<void> window() const { return window_; }
   std::byte* window_of(int) const { return nullptr; }
   // Stores a signal in this rank's own window.

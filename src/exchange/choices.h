@@ -92,7 +92,7 @@ void receive_choices(T& t, const WindowMap& map, StepPlace at, const Placement& 
     for (int32_t k = 0; k < top_k; ++k) {
       if (!has_returned(placement, routing, token, routing.ids[int64_t{token} * top_k + k])) continue;
       if (given.data != nullptr) weights[count] = given.of(token)[k];
-      rows[count++] = t.local(map.choice_inbox(at.channel, at.bank(), token - part.begin, k));
+      rows[count++] = t.returned(at, map.choice_inbox(at.channel, at.bank(), token - part.begin, k));
     }
     sum(out + token * out_stride, rows, given.data != nullptr ? weights : nullptr, count, types.of(token));
   }

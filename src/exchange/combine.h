@@ -130,7 +130,7 @@ template <Transport T, class OwnRow>
                                                        int32_t token, int32_t position, const Destination& from,
                                                        OwnRow&& own_row) {
   const void* const own = from.rank == t.rank() ? own_row(from.slot) : nullptr;
-  return own != nullptr ? own : t.local(map.inbox(at.channel, at.bank(), token - part.begin, position));
+  return own != nullptr ? own : t.returned(at, map.inbox(at.channel, at.bank(), token - part.begin, position));
 }
 
 // Sums what came back for a part, over ranks ascending (the order of positions), behind the token's bias if there is

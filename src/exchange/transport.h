@@ -38,11 +38,12 @@ struct Waited {
 //   publish   one release store of the note, then of the signal
 //   load      one acquire load of a signal in this rank's window
 //   local     this rank's window
+//   returned  the row of a combine's inbox whose place is that offset of this rank's window: there, or where it came
 //   wait      until the signal at an offset of this rank's window, written by `peer`, reaches a step; ends at once when
 //             any rank is gone whose signal of that step is not here
 template <class T>
 concept Transport = requires(T& t, int peer, uint64_t offset, const void* source, size_t n, Signal signal,
-                             uint64_t note, uint32_t step, TimePoint deadline) {
+                             uint64_t note, uint32_t step, StepPlace at, TimePoint deadline) {
   { t.rank() } -> std::same_as<int>;
   { t.ranks() } -> std::same_as<int>;
   { t.put(peer, offset, source, n) } -> std::same_as<void>;
@@ -51,6 +52,7 @@ concept Transport = requires(T& t, int peer, uint64_t offset, const void* source
   { t.publish(peer, offset, signal, note) } -> std::same_as<void>;
   { t.load(offset) } -> std::same_as<Signal>;
   { t.local(offset) } -> std::same_as<std::byte*>;
+  { t.returned(at, offset) } -> std::same_as<const std::byte*>;
   { t.wait(peer, offset, step, deadline) } -> std::convertible_to<Waited>;
 };
 

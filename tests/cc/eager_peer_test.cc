@@ -89,6 +89,7 @@ class EagerTransport {
     return unpack(bits);
   }
   std::byte* local(uint64_t offset) { return local_of(kMe, offset); }
+  const std::byte* returned(StepPlace, uint64_t offset) { return local(offset); }
   Wake wait(int, uint64_t offset, uint32_t at, TimePoint) {
     return reached(load(offset).step, at) ? Wake::kArrived : Wake::kLate;
   }

@@ -21,7 +21,8 @@ struct Windows {
   bool take(const std::vector<std::byte>& message, uint64_t bytes) {
     bool good = true;
     for (int rail = 0; rail < kRails; ++rail) {
-      good &= deliver(message.data(), bytes, rail, of[static_cast<size_t>(rail)].data(), kWindow);
+      good &= deliver(message.data(), bytes, rail, kWindow,
+                      [&](uint64_t offset, const std::byte* data, uint64_t n) { put(rail, offset, data, n); });
     }
     return good;
   }

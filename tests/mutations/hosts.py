@@ -9,6 +9,7 @@ AGENT = "src/cpu/fold_agent.cc"
 ASKING = "src/cpu/asking.cc"
 MESSAGE = "src/cpu/host_message.cc"
 MESSAGE_H = "src/cpu/host_message.h"
+IN_PLACE = "src/cpu/in_place.h"
 MAP = "src/layout/hosts_map.h"
 TOPOLOGY = "src/layout/topology.h"
 
@@ -36,6 +37,14 @@ def _map(name: str, invariant: str, test: str, *edits: Edit) -> Mutation:
 
 def _message(name: str, invariant: str, test: str, *edits: Edit) -> Mutation:
     return Mutation(name, invariant, "host_message_test", f"HostMessage.{test}", edits)
+
+
+def _partials(name: str, invariant: str, test: str, *edits: Edit) -> Mutation:
+    return Mutation(name, invariant, "hosts_partials_test", f"BetweenHosts.{test}", edits)
+
+
+def _in_place(name: str, invariant: str, test: str, *edits: Edit) -> Mutation:
+    return Mutation(name, invariant, "in_place_test", f"InPlace.{test}", edits)
 
 
 HOSTS = (
@@ -158,6 +167,42 @@ HOSTS = (
             "  const uint64_t bytes = message.finish();\n  if (bytes == 0) return;\n",
         ),
     ),
+    _partials(
+        "partials of other hosts are copied first",
+        "0067",
+        "PartialsAreReadWhereTheyCame",
+        Edit(TRANSPORT, "const uint64_t stays = partials.take(offset, data, n);", "const uint64_t stays = 0;"),
+    ),
+    _partials(
+        "rows of a dispatch stay where they came",
+        "T3",
+        "DispatchesInTheBankOfACombine",
+        Edit(TRANSPORT, "    partials.end();\n", ""),
+    ),
+    _in_place(
+        "a place has the row of an earlier step",
+        "T3",
+        "EachStepBeginsAnew",
+        Edit(IN_PLACE, "rows_.assign(", "rows_.resize("),
+    ),
+    _in_place(
+        "half a row stays where it came",
+        "0067",
+        "WhatIsBehindTheInboxIsNotTaken",
+        Edit(IN_PLACE, "n - taken >= row_bytes_", "n > taken"),
+    ),
+    _in_place(
+        "what begins within a row stays where it came",
+        "0067",
+        "OtherPlacesAreNotTaken",
+        Edit(IN_PLACE, " || (offset - inbox_) % row_bytes_ != 0", ""),
+    ),
+    _in_place(
+        "a record is one row",
+        "0067",
+        "RowsThatFollowEachOtherAreOneRecord",
+        Edit(IN_PLACE, "data + taken;", "data;"),
+    ),
     _map(
         "one bank of inboxes",
         "T3",
@@ -238,12 +283,12 @@ HOSTS = (
         "a record may lie beyond the window",
         "0067",
         "RefusesWhatIsNone",
-        Edit(MESSAGE, "      if (offset > window_bytes || record.bytes > window_bytes - offset) return false;\n", ""),
+        Edit(MESSAGE_H, "      if (offset > window_bytes || record.bytes > window_bytes - offset) return false;\n", ""),
     ),
     _message(
         "a record may end beyond its message",
         "0067",
         "RefusesWhatIsNone",
-        Edit(MESSAGE, "bytes - at < head || bytes - at - head < record.bytes", "bytes - at < head"),
+        Edit(MESSAGE_H, "bytes - at < head || bytes - at - head < record.bytes", "bytes - at < head"),
     ),
 )

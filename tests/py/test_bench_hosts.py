@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenway.bench import hosts, namespaces, report, runner
+from tokenway.bench import hosts, hosts_floor, namespaces, report, runner
 from tokenway.bench.case import Case
 from tokenway.bench.hosts_options import Hosts
 from tokenway.bench.profiles import Profile
@@ -43,6 +43,70 @@ def test_which_rank_is_where() -> None:
     assert [hosts.alike(of) for of in ([0, 0], [0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 1])] == [0] * 4
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("of", [[0, 0, 1, 1], [0, 0, 1, 2, 2], [0, 1, 1, 0, 1]])
+def test_bytes_of_the_floor(tokens, of) -> None:
+    """Counted as a reader would: a row once to each host, by its rail peer; a partial of each rank back, by its own."""
+    case = Case(TINY, "uniform", tokens, len(of), "bfloat16", "rank_major", "none")
+    mates = {host: [rank for rank, its in enumerate(of) if its == host] for host in of}
+    rail = [mates[host].index(rank) for rank, host in enumerate(of)]
+    n = len(of)
+    out, flat, folded = (np.zeros((n, n), int) for _ in range(3))
+    for source in range(n):
+        for row in case.exchange.routing[source].goes:
+            there = [rank for rank in range(n) if row[rank] and of[rank] != of[source]]
+            for rank in there:
+                home = mates[of[source]]
+                flat[rank, home[rail[rank] % len(home)]] += 320
+            for host in {of[rank] for rank in there}:
+                peer = mates[host][rail[source] % len(mates[host])]
+                out[source, peer] += 320
+                folded[peer, source] += 320
+    for folds, back in ((False, flat), (True, folded)):
+        found = hosts_floor.traffic(case, of, folds)
+        assert np.array_equal(found[0], out) and np.array_equal(found[1], back)
+    assert folded.sum() == out.sum() == 320 * hosts.rows_between(case, of)["to_hosts"]
+    assert flat.sum() == 320 * hosts.rows_between(case, of)["to_ranks"]
+
+
+class Wires:
+    """Links whose other ends bring what they should, or all but the last byte."""
+
+    rank = 1
+
+    def __init__(self, short: int = 0):
+        self.short = short
+        self.moved: list[list[int]] = []
+
+    def exchange(self, send, receive) -> None:
+        """Notes the lengths, and fills what comes."""
+        self.moved.append([len(view) for view in (*send, *receive)])
+        assert all(bytes(view) == b"\x02" * len(view) for view in send)
+        for rank, view in enumerate(receive):
+            view[: len(view) - self.short] = bytes([rank + 1]) * (len(view) - self.short)
+
+
+def test_the_floor_moves_all_routings_by_turns() -> None:
+    cases = [Case(TINY, "uniform", tokens, 4, "bfloat16", "rank_major", "none") for tokens in (5, 2)]
+    of = [0, 0, 1, 1]
+    wires = Wires()
+    floor = hosts_floor.Floor(hosts_floor.FLOOR, wires, cases, of)
+    with pytest.raises(Mismatch, match="bytes of rank 3"):
+        floor.check(1)
+    for _ in range(3):
+        assert floor.once(None)[0] > 0
+    floor.check(1)
+    halves = [half for case in cases for half in hosts_floor.traffic(case, of, False)]
+    lengths = [[*half[1], *half[:, 1]] for half in halves]
+    assert wires.moved == [*lengths, *lengths[:2]] and lengths[0] != lengths[2]
+    assert floor.bytes == halves[0].sum() + halves[1].sum()
+    short = hosts_floor.Floor(hosts_floor.FLOOR, Wires(1), cases, of)
+    for _ in cases:
+        short.once(None)
+    with pytest.raises(Mismatch):
+        short.check(1)
+
+
 @pytest.mark.parametrize(("words", "sizes"), [("2x3", (3, 3)), ("1,2,3", (1, 2, 3)), ("4", (4,)), ("1x1", (1,))])
 def test_sizes(words, sizes) -> None:
     assert namespaces.sizes_of(words) == sizes
@@ -65,6 +129,10 @@ def test_over_gloo_alone(torch) -> None:
         times = row["pairs"]["torch"]
         assert row["tokens"] == tokens and np.shape(times["all"]) == (2, 2)
         assert 0 < times["p10"] <= times["median"] <= times["p99"] <= np.max(times["all"])
+        assert list(row["floor"]) == ["floor"] and np.shape(row["floor"]["floor"]["all"]) == (2, 2)
+        rows = row["rows_between_hosts"]
+        row_bytes = 2 * row["hidden"]
+        assert row["floor"]["floor"]["bytes"] == row_bytes * (rows["to_hosts"] + rows["to_ranks"]) > 0
 
 
 def spoiled(settings: Settings) -> Any:
@@ -127,6 +195,7 @@ def made_run() -> dict[str, Any]:
         "tokens": 8,
         "rows_between_hosts": {"to_ranks": 1234, "to_hosts": 600},
         "pairs": {"fabric": pair, "torch": slow, "fabric by domain": pair | {"median": 125.0}},
+        "floor": {"floor": pair | {"median": 100.0}, "floor by domain": pair | {"median": 50.0}},
     }
     settings = {
         "ranks": 4,
@@ -160,9 +229,13 @@ def test_the_table() -> None:
         "fabric by domain p99": "400",
         "torch / fabric": "4.00x",
         "torch / fabric by domain": "8.00x",
+        "floor us": "100 (2.50x)",
+        "floor by domain us": "50.0 (2.50x)",
     }
-    assert "new routing" in kind.notes(run)[0]
-    run["settings"]["verify_only"], run["rows"][0]["pairs"] = True, {}
+    del run["rows"][0]["pairs"]["fabric"]
+    assert kind.tables(run)[0].cells[0][-2:] == ["100", "50.0 (2.50x)"]
+    assert "new routing" in kind.notes(run)[0] and "plain sockets" in kind.notes(run)[1]
+    run["settings"]["verify_only"], run["rows"][0]["pairs"], run["rows"][0]["floor"] = True, {}, {}
     assert kind.tables(run)[0].heads[-1] == "to other hosts"
     assert not kind.notes(run)
 
@@ -180,4 +253,5 @@ def test_results(tmp_path, torch) -> None:
     run = json.loads(path.read_text())
     assert run["backend"] == "fabric" and run["hosts"] == [2, 2] and run["settings"]["hosts"]["backends"][1] == "torch"
     assert [set(row["pairs"]) for row in run["rows"]] == [{"fabric", "torch", "fabric by domain"}] * 2
+    assert [set(row["floor"]) for row in run["rows"]] == [{"floor", "floor by domain"}] * 2
     assert "torch / fabric" in report.markdown(run)

@@ -132,27 +132,17 @@ class Memcpy:
 # ---- sockets -------------------------------------------------------------------------------------
 
 
-class Mesh:
-    """A Unix stream socket between every two ranks. Creating it is collective."""
+class Links:
+    """Stream sockets to other ranks, which exchange bytes all at once."""
 
-    def __init__(self, control: Control):
-        self.rank = control.rank
-        name = control.allgather(os.urandom(8).hex())[0]
+    def __init__(self, rank: int):
+        self.rank = rank
         self._peers: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"\0tokenway-bench-{name}-{self.rank}")
-            listener.listen(control.nranks)
-            control.allgather(None)  # everybody listens
-            for rank in range(self.rank):
-                peer = socket.socket(socket.AF_UNIX)
-                peer.connect(f"\0tokenway-bench-{name}-{rank}")
-                peer.sendall(self.rank.to_bytes(4, "little"))
-                self._peers[rank] = peer
-            for _ in range(self.rank + 1, control.nranks):
-                peer = listener.accept()[0]
-                self._peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "little")] = peer
-        for peer in self._peers.values():
-            peer.setblocking(False)
+
+    def add(self, peer: int, link: socket.socket) -> None:
+        """Takes the socket to a peer."""
+        link.setblocking(False)
+        self._peers[peer] = link
 
     def exchange(self, send: list[memoryview], receive: list[memoryview]) -> None:
         """send[d] to each rank d, receive[s] from each rank s, all at once; lengths are known."""
@@ -184,6 +174,26 @@ class Mesh:
         """Closes the sockets of this rank."""
         for peer in self._peers.values():
             peer.close()
+
+
+class Mesh(Links):
+    """A Unix stream socket between every two ranks. Creating it is collective."""
+
+    def __init__(self, control: Control):
+        super().__init__(control.rank)
+        name = control.allgather(os.urandom(8).hex())[0]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0tokenway-bench-{name}-{self.rank}")
+            listener.listen(control.nranks)
+            control.allgather(None)  # everybody listens
+            for rank in range(self.rank):
+                peer = socket.socket(socket.AF_UNIX)
+                peer.connect(f"\0tokenway-bench-{name}-{rank}")
+                peer.sendall(self.rank.to_bytes(4, "little"))
+                self.add(rank, peer)
+            for _ in range(self.rank + 1, control.nranks):
+                peer = listener.accept()[0]
+                self.add(int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "little"), peer)
 
 
 def _blocks(array: Array, counts: list[int]) -> list[memoryview]:

@@ -7,7 +7,8 @@ of gloo's, and not while anything is timed.
 Hosts have no clock and no gate in common, so steps follow each other as in a program: a new routing, a dispatch, a
 combine. A rank's time of a step is from the end of the one before; the time of the step is that of the rank that took
 longest. Each step needs rows of every rank, so no rank is more than a step ahead. Backends take turns in the same
-processes. The results of all routings are compared with the oracle before the timing, and again after it.
+processes. The results of all routings are compared with the oracle before the timing, and again after it. In the same
+turns go the bytes of a pair alone, by plain sockets (hosts_floor.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from tokenway.bench import gloo, runner, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Telling
+from tokenway.bench.hosts_floor import FLOOR, FOLDED, Floor, Rails
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
@@ -121,6 +123,11 @@ class Steps:
         it.pair()
         return (time.perf_counter_ns() - begin,)
 
+    def check(self, rank: int) -> None:
+        """Raises Mismatch if what was combined last of any routing is not right."""
+        for step in self.steps:
+            step.check(rank)
+
 
 def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack) -> dict[str, Any]:
     """The rows of a run, and what hosts and backends there were."""
@@ -134,6 +141,8 @@ def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack
     domains = dict.fromkeys(comms, 0)
     if FABRIC in comms and (domain := alike(hosts)):
         comms[BY_DOMAIN], domains[BY_DOMAIN] = comms[FABRIC], domain
+    rails = Rails(talk, hosts)
+    stack.callback(rails.close)
     rows = []
     for profile in settings.profiles:
         cases = [case for case in settings.cases() if case.profile.name == profile]
@@ -145,10 +154,19 @@ def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack
                 made[name] = groups.enter_context(runner.open_group(comms[name], **keywords))
             for case in cases:
                 progress.doing(case.name)
-                rows.append(_point(settings, talk, made, case, hosts))
+                floor = [Floor(name, rails, _routings(case), hosts) for name in _floors(hosts, made)]
+                rows.append(_point(settings, talk, made, case, hosts, floor))
                 progress.done()
     why = {name: comm.why for name, comm in comms.items()}
     return {"backend": "fabric", "hosts": np.bincount(hosts).tolist(), "why": why, "rows": rows}
+
+
+def _floors(hosts: Sequence[int], groups: dict[str, Group]) -> list[str]:
+    """What of the bytes alone is timed: by domain, where hosts fold."""
+    if len(set(hosts)) == 1:
+        return []
+    folds = BY_DOMAIN in groups and len(hosts) % groups[BY_DOMAIN].domain == 0
+    return [FLOOR, FOLDED] if folds else [FLOOR]
 
 
 def _ranks_per_host(settings: Settings) -> int | None:
@@ -187,32 +205,37 @@ def rows_between(case: Case, hosts: Sequence[int]) -> dict[str, int]:
 
 
 def _point(
-    settings: Settings, talk: Talk, groups: dict[str, Group], case: Case, hosts: Sequence[int]
+    settings: Settings,
+    talk: Talk,
+    groups: dict[str, Group],
+    case: Case,
+    hosts: Sequence[int],
+    floor: Sequence[Floor],
 ) -> dict[str, Any]:
     """The row of a case: verified by each backend, and timed by turns."""
-    subjects = _verified(talk, groups, case)
-    row: dict[str, Any] = {
-        "profile": case.profile.name,
-        "hidden": case.profile.hidden,
-        "top_k": case.profile.top_k,
-        "tokens": case.tokens,
-        "ranks": case.ranks,
-        "rows_moved": case.moved_rows()[0],
-        "rows_between_hosts": rows_between(case, hosts),
-        "pairs": {},
-    }
+    steps = _verified(talk, groups, case)
+    row = runner.case_facts(case) | {"rows_between_hosts": rows_between(case, hosts), "pairs": {}, "floor": {}}
     if settings.verify_only:
         return row
+    subjects: list[Steps | Floor] = [*steps, *floor]
     times = timing.rounds_of(
         subjects, talk, rounds=settings.rounds, iterations=settings.iterations, warmup=settings.warmup
     )
     for subject in subjects:
-        for step in subject.steps:
-            runner.agree(talk, verify.problem_of(step.check, talk.rank))
+        runner.agree(talk, verify.problem_of(subject.check, talk.rank))
         found = timing.summary(times[subject.name]["pair"])
         p99 = np.percentile(np.concatenate(times[subject.name]["pair"]), 99)
-        row["pairs"][subject.name] = found | {"p99": round(float(p99), 2)}
+        found["p99"] = round(float(p99), 2)
+        if isinstance(subject, Floor):
+            row["floor"][subject.name] = found | {"bytes": subject.bytes}
+        else:
+            row["pairs"][subject.name] = found
     return row
+
+
+def _routings(case: Case) -> list[Case]:
+    """The case by all routings that take turns."""
+    return [replace(case, seed=case.seed + number) for number in range(ROUTINGS)]
 
 
 def _verified(talk: Talk, groups: dict[str, Group], case: Case) -> list[Steps]:
@@ -220,7 +243,7 @@ def _verified(talk: Talk, groups: dict[str, Group], case: Case) -> list[Steps]:
     subjects = []
     wants: dict[int, list[Array]] = {}
     for name, group in groups.items():
-        cases = [replace(case, seed=case.seed + number, domain=group.domain) for number in range(ROUTINGS)]
+        cases = _routings(replace(case, domain=group.domain))
         if group.domain not in wants:
             wants[group.domain] = [verify.expected_output(at, talk.rank) for at in cases]
         steps = []

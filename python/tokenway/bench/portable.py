@@ -118,13 +118,7 @@ def _join(times: Times, found: Times) -> None:
 
 def _row(case: Case, chosen: dict[str, Any], times: Times) -> dict[str, Any]:
     """Of the results. chosen: by the groups that were made last."""
-    row: dict[str, Any] = {
-        "profile": case.profile.name,
-        "hidden": case.profile.hidden,
-        "top_k": case.profile.top_k,
-        "tokens": case.tokens,
-        "ranks": case.ranks,
-        "rows_moved": case.moved_rows()[0],
+    row: dict[str, Any] = runner.case_facts(case) | {
         "portable": chosen,
         "ways": {way: timing.summary(rounds) for way, rounds in times.items()},
     }

@@ -97,19 +97,25 @@ def open_group(comm: Comm, make: Callable[..., Group] = Group, **keywords: Any) 
     group.close()
 
 
-def facts(case: Case, group: Group, verified: int) -> dict[str, Any]:
-    """What is known of a row without timing it."""
-    total, _, _ = case.moved_rows()
-    window = group.window_bytes()
-    k, n = case.profile.top_k, case.ranks
+def case_facts(case: Case) -> dict[str, Any]:
+    """What every row of pairs begins with."""
     return {
         "profile": case.profile.name,
         "hidden": case.profile.hidden,
-        "experts": case.profile.experts,
-        "top_k": k,
-        "routing": short_routing(case.routing),
+        "top_k": case.profile.top_k,
         "tokens": case.tokens,
-        "ranks": n,
+        "ranks": case.ranks,
+        "rows_moved": case.moved_rows()[0],
+    }
+
+
+def facts(case: Case, group: Group, verified: int) -> dict[str, Any]:
+    """What is known of a row without timing it."""
+    first = case_facts(case)
+    window = group.window_bytes()
+    return first | {
+        "experts": case.profile.experts,
+        "routing": short_routing(case.routing),
         "dtype": case.dtype,
         "combine_dtype": case.combine_dtype,
         "layout": case.layout,
@@ -117,9 +123,8 @@ def facts(case: Case, group: Group, verified: int) -> dict[str, Any]:
         "verified_exchanges": verified,
         "dispatch_row_bytes": case.dispatch_row,
         "combine_row_bytes": case.combine_row,
-        "rows_moved": total,
-        "bytes_moved": total * (case.dispatch_row + case.combine_row),
-        "formula_rows": case.tokens * min(n, k),
+        "bytes_moved": first["rows_moved"] * (case.dispatch_row + case.combine_row),
+        "formula_rows": case.tokens * min(case.ranks, case.profile.top_k),
         "window_bytes": window.window,
         "expert_buffers_bytes": window.expert_buffers,
         "max_tokens": group.max_tokens,
