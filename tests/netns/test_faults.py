@@ -54,20 +54,29 @@ def go_on(world: World, survivors: list[int]) -> None:
     mishaps.verify_survivors(setup, survivors, world.collect(survivors))
 
 
+def outlive(world: World, victims: list[int], silent: bool = False, number: int = signal.SIGKILL) -> None:
+    """Strikes some of busy ranks with a signal: the others blame these at once, or after the timeout where nothing says
+    that they are gone (`silent`), and go on."""
+    result, timeout, limit = ("twTimeout", TIMEOUT, TIMEOUT) if silent else ("twPeerDied", PATIENT, 0.0)
+    others = [rank for rank in world.everyone if rank not in victims]
+    busy(world, timeout)
+    struck = time.monotonic()
+    if silent and number == signal.SIGKILL:  # a process that ends says so, unless its host cannot
+        for host in {world.host_of(rank) for rank in victims}:
+            world.network.cut(host)
+    world.strike(number, victims)
+    for report in world.collect(others):
+        judge(report, {result}, victims, struck, limit)
+    go_on(world, others)
+
+
 # ---- deaths ------------------------------------------------------------------------------------------
 
 
 @LONG
 @pytest.mark.parametrize(("sizes", "victim"), [(PAIR, 0), (PAIR, 3), (UNLIKE, 0), (UNLIKE, 4)])
 def test_a_killed_rank(world, backend, sizes, victim) -> None:
-    made = world(sizes, backend)
-    busy(made, PATIENT)
-    others = [rank for rank in made.everyone if rank != victim]
-    struck = time.monotonic()
-    made.strike(signal.SIGKILL, [victim])
-    for report in made.collect(others):
-        judge(report, {"twPeerDied"}, [victim], struck, 0.0)
-    go_on(made, others)
+    outlive(world(sizes, backend), [victim])
 
 
 @pytest.mark.parametrize(
@@ -76,29 +85,14 @@ def test_a_killed_rank(world, backend, sizes, victim) -> None:
 def test_a_killed_host(world, backend, sizes, dead) -> None:
     """All its processes end, and its kernel says so."""
     made = world(sizes, backend)
-    busy(made, PATIENT)
-    victims = made.ranks_of(dead)
-    others = [rank for rank in made.everyone if rank not in victims]
-    struck = time.monotonic()
-    made.strike(signal.SIGKILL, victims)
-    for report in made.collect(others):
-        judge(report, {"twPeerDied"}, victims, struck, 0.0)
-    go_on(made, others)
+    outlive(made, made.ranks_of(dead))
 
 
 @pytest.mark.parametrize(("sizes", "dead"), [(PAIR, 1), pytest.param(UNLIKE, 1, marks=LONG)])
 def test_a_host_without_power(world, backend, sizes, dead) -> None:
     """Nobody says anything: its ranks are late, and given up."""
     made = world(sizes, backend, env={"TOKENWAY_SHRINK_MS": "3000"})
-    busy(made, TIMEOUT)
-    victims = made.ranks_of(dead)
-    others = [rank for rank in made.everyone if rank not in victims]
-    struck = time.monotonic()
-    made.network.cut(dead)
-    made.strike(signal.SIGKILL, victims)
-    for report in made.collect(others):
-        judge(report, {"twTimeout"}, victims, struck, TIMEOUT)
-    go_on(made, others)
+    outlive(made, made.ranks_of(dead), silent=True)
 
 
 # ---- ranks that do not answer --------------------------------------------------------------------------
@@ -110,13 +104,7 @@ def test_a_stopped_rank(world, backend, victim) -> None:
     if backend == "torch":
         pytest.skip("ranks that wait for a stopped one may be named there: docs/PROTOCOL.md, errors")
     made = world(PAIR, backend)
-    busy(made, TIMEOUT)
-    others = [rank for rank in made.everyone if rank != victim]
-    struck = time.monotonic()
-    made.strike(signal.SIGSTOP, [victim])
-    for report in made.collect(others):
-        judge(report, {"twTimeout"}, [victim], struck, TIMEOUT)
-    go_on(made, others)
+    outlive(made, [victim], silent=True, number=signal.SIGSTOP)
     made.strike(signal.SIGCONT, [victim])
     (woken,) = made.collect([victim])
     assert woken["result"] == "twExcluded", woken
