@@ -190,7 +190,7 @@ class Cuda:
         count = dtype.itemsize
         for extent in shape:
             count *= extent
-        with tensors.outside_inference(self.torch):
+        with tensors.to_keep(self.torch):
             if count == 0 or pointer == 0:
                 return self.torch.empty(shape, dtype=dtype, device=self.device)
             raw = self.torch.as_tensor(DeviceMemory(pointer, count, keep), device=self.device)

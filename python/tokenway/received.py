@@ -141,7 +141,7 @@ class Received:
         if found is None or (self._torch and found.requires_grad):  # as `Handle.view` has it
             whole = self._fields[name]
             shape = (whole.shape[0] * whole.shape[1], *whole.shape[2:])
-            with tensors.outside_inference(sys.modules["torch"]) if self._torch else nullcontext():
+            with tensors.to_keep(sys.modules["torch"]) if self._torch else nullcontext():
                 found = self._merged[name] = whole.reshape(shape)
         return found
 

@@ -398,10 +398,13 @@ def aligned_bytes(count: int, alignment: int = 64) -> np.ndarray:
     return raw[begin : begin + count]
 
 
-def outside_inference(torch: Any) -> Any:
-    """A context for making views that are kept: one made under inference_mode could not be trained with later. To leave
-    it takes five times as long as to make a view, so nobody does who is not in it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+def to_keep(torch: Any) -> Any:
+    """A context for making views that are kept: one made under inference_mode could not be trained with later, nor one
+    made under no_grad be changed in place then. To leave these takes longer than to make a view, so nobody does who is
+    in neither."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext() if torch.is_grad_enabled() else torch.enable_grad()
 
 
 def to_torch(array: np.ndarray) -> Any:
@@ -409,7 +412,7 @@ def to_torch(array: np.ndarray) -> Any:
     import torch
 
     dtype = array.dtype
-    with outside_inference(torch):
+    with to_keep(torch):
         # NumPy's own are asked for no name: that takes longer than all the rest.
         if dtype.kind == "V" or (dtype.isbuiltin != 1 and hasattr(ml_dtypes, dtype.name)):
             bits = array.view(np.uint8 if array.itemsize == 1 else np.int16)
@@ -453,7 +456,7 @@ class Host:
         dtype = numpy_dtype(name)
         part = block[begin : begin + math.prod(shape) * dtype.itemsize]
         if torch:
-            with outside_inference(sys.modules["torch"]):
+            with to_keep(sys.modules["torch"]):
                 return part.view(getattr(sys.modules["torch"], name)).view(shape)
         return part.view(dtype).reshape(shape)
 

@@ -119,7 +119,7 @@ def test_views_of_the_window(torch, place) -> None:
         begin = told["data"][0] - backing.data_ptr()
         return backing[begin : begin + told["shape"][0]]
 
-    names = ("bfloat16", "empty", "inference_mode", "is_inference_mode_enabled")
+    names = ("bfloat16", "empty", "inference_mode", "is_inference_mode_enabled", "enable_grad", "is_grad_enabled")
     place.torch = SimpleNamespace(**{name: getattr(torch, name) for name in names})
     place.torch.as_tensor = as_tensor
     view = cuda.Cuda.window_view(place, backing.data_ptr() + 16, (2, 3), "bfloat16", True, backing)
@@ -128,6 +128,30 @@ def test_views_of_the_window(torch, place) -> None:
     with torch.inference_mode():
         nothing = cuda.Cuda.window_view(place, 0, (0, 3), "bfloat16", True, None)
     assert nothing.shape == (0, 3) and not nothing.is_inference()
+    with torch.no_grad():
+        kept = cuda.Cuda.window_view(place, backing.data_ptr() + 16, (2, 3), "bfloat16", True, backing)
+    kept.mul_(torch.ones((), dtype=torch.bfloat16, requires_grad=True))
+    assert kept.grad_fn is not None
+
+
+def test_views_made_without_gradients_can_be_changed_with_them(torch) -> None:
+    """Rows of a window and of a handle are shown again: an evaluation between two steps of a training is no trap."""
+    tokens, ids, _ = inputs(torch)
+    scale = torch.ones((), requires_grad=True)
+    with tw.local_comms(1)[0] as rank, tw.Group(rank, **ON) as group:
+        handle = group.route(ids)
+        with torch.no_grad():
+            for _ in range(2):  # in either bank
+                received = group.dispatch(handle, tokens)
+                shown = [received.weights, received.merged("tokens")]
+                group.combine(handle, received.tokens)
+        for turn in range(2):
+            received = group.dispatch(handle, tokens)
+            again = [received.weights, received.merged("tokens")]
+            assert turn == 1 or again[0] is shown[0]
+            for view in again:
+                assert view.mul_(scale.to(view.dtype)).grad_fn is not None
+            group.combine(handle, received.tokens.detach())
 
 
 def test_views_that_autograd_took_are_made_anew(torch) -> None:
