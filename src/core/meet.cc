@@ -38,21 +38,24 @@ Status take(const std::vector<Parcel>& cards, size_t bytes, std::byte* all) {
   return {};
 }
 
-Status meet(twGroup& group, std::span<const std::byte> mine, const Status& readable, TimePoint deadline, uint64_t tags,
-            std::byte* all) {
+// Each meeting has a patience of its own: when the second begins, all are in the call, and one that came to the first
+// at the last moment still says so in time.
+Status meet(twGroup& group, std::span<const std::byte> mine, const Status& readable, std::chrono::milliseconds patience,
+            uint64_t tags, std::byte* all) {
   Bootstrap& bootstrap = *group.comm->bootstrap;
+  const auto deadline = [&] { return std::chrono::steady_clock::now() + patience; };
   const auto finished = [&] { return group.is_sticky() || group.backend->find_abort().kind != 0; };
   Opening opening(bootstrap, {Call::kMeet, group.number},
                   [&](int member) { return finished() || group.has_left(group.rank_of(member)); });
   Packer card = pack_result(readable);
   card.add_bytes(mine.data(), mine.size());
   std::vector<Parcel> cards;
-  Status met = gather(opening, group.members, tags + kGive, {card.take(), {}}, deadline, kMeeting, &cards);
+  Status met = gather(opening, group.members, tags + kGive, {card.take(), {}}, deadline(), kMeeting, &cards);
   TW_RETURN_IF_FAILED(opening.mismatch());
   if (met.code == twInterrupted) return met;
   if (!readable.ok()) met = readable;
   if (met.ok()) met = take(cards, mine.size(), all);
-  if (met.ok()) return agree(bootstrap, group.members, tags + kHave, deadline, kMeeting, {});
+  if (met.ok()) return agree(bootstrap, group.members, tags + kHave, deadline(), kMeeting, {});
   bootstrap.give(group.members, tags + kHave, pack_result(met).take());  // and waits for nobody, who may never come
   return met;
 }
@@ -68,7 +71,7 @@ Status meet_in_group(twGroup& group, std::span<const std::byte> mine, const Stat
     return usable;
   }
   const std::chrono::milliseconds patience(timeout_ms > 0 ? timeout_ms : group.config.given.timeout_ms);
-  Status met = meet(group, mine, readable, std::chrono::steady_clock::now() + patience, tags, all);
+  Status met = meet(group, mine, readable, patience, tags, all);
   if (met.code == twInterrupted) {
     group.comm->give_up(group.members, occasion_of(tags));
     return heed_interrupt(group, std::move(met));

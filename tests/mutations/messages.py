@@ -107,7 +107,7 @@ MESSAGES_MUTATIONS = (
         (
             Edit(
                 MEET,
-                "return agree(bootstrap, group.members, tags + kHave, deadline, kMeeting, {});",
+                "return agree(bootstrap, group.members, tags + kHave, deadline(), kMeeting, {});",
                 "return met;",
             ),
         ),
