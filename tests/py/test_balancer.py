@@ -411,6 +411,13 @@ def refused(env: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("told", [((4, "a"), "float32"), ("float32",), 3, (None, "float32")])
+def test_shapes_that_are_none(told) -> None:
+    """What cannot be read is refused as what is wrong, so that ranks which meet for weights tell each other of it."""
+    with pytest.raises(tw.InvalidArgument, match=r"weights\['w'\] is .*; it must be \(shape, dtype\)"):
+        balance.weight_bytes({"w": told}, layers=1, slots=2, ranks=2)
+
+
 def test_refused(world) -> None:
     for found in world(min(2, world.most)).run(refused):
         outcomes = iter(found)

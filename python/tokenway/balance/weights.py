@@ -44,8 +44,12 @@ class Layout:
         if not weights:
             raise InvalidArgument.of("weights", "is empty; it must name the tensors of an expert")
         known = {}
-        for name, (shape, dtype) in weights.items():
-            extents = tuple(int(extent) for extent in ((shape,) if isinstance(shape, int) else shape))
+        for name, given in weights.items():
+            try:
+                shape, dtype = given
+                extents = tuple(int(extent) for extent in ((shape,) if isinstance(shape, int) else shape))
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument.of(f"weights[{name!r}]", f"is {given!r}; it must be (shape, dtype)") from error
             if any(extent < 1 for extent in extents):
                 raise InvalidArgument.of(f"weights[{name!r}]", f"has shape {extents}; its extents must be at least 1")
             known[name] = extents, tensors.dtype_name(dtype)
@@ -153,11 +157,12 @@ class Weights:
         """The weights of a group that `Group.shrink` has made of the one that `former` is of, with its maps.
 
         Copies what this rank has, from the former group's memory, which must not be closed yet, to this one's; asks no
-        other rank. On a CUDA device the copies are in stream order. load(layer, expert): the tensors of an expert by
+        other rank for weights; where not all have memory in common it meets all, as making new ones does. On a CUDA
+        device the copies are in stream order. load(layer, expert): the tensors of an expert by
         name, [shape of one], called for each of `group.moving.lost_experts` that this rank is to hold. Nothing reads
         them before all ranks have dispatched, so ranks may take their time. Whatever copied to the former weights, as a
         `Balancer`, must have been closed. Errors: InvalidArgument; InvalidUsage on all ranks where experts are lost and
-        there is no load.
+        there is no load; where ranks meet, those of making new ones.
         """
         if group.former is not former._native:
             raise InvalidArgument.of(
