@@ -1,5 +1,5 @@
 // Which rows of a combine's inbox lie in a message (cpu/host_message.h) instead of at their places in the window: sums
-// read those there, in the memory of this rank's mate, and save a copy. The message stays as it is until this rank
+// read those there, in the memory of the rail peer, and save a copy. The message stays as it is until this rank
 // publishes its next step on the channel, as a row in the window would (T2, T3).
 //
 // It has to do with one step, of one channel and bank: each step begins it anew, also one that brings no partials.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tokenway.bench import hosts, hosts_floor, namespaces, report, runner
+from tokenway.bench import baselines, hosts, hosts_floor, namespaces, report, runner
 from tokenway.bench.case import Case
 from tokenway.bench.hosts_options import Hosts
 from tokenway.bench.profiles import Profile
@@ -91,11 +92,9 @@ def test_the_floor_moves_all_routings_by_turns() -> None:
     of = [0, 0, 1, 1]
     wires = Wires()
     floor = hosts_floor.Floor(hosts_floor.FLOOR, wires, cases, of)
-    with pytest.raises(Mismatch, match="bytes of rank 3"):
-        floor.check(1)
     for _ in range(3):
         assert floor.once(None)[0] > 0
-    floor.check(1)
+        floor.check(1)  # what had its turn
     halves = [half for case in cases for half in hosts_floor.traffic(case, of, False)]
     lengths = [[*half[1], *half[:, 1]] for half in halves]
     assert wires.moved == [*lengths, *lengths[:2]] and lengths[0] != lengths[2]
@@ -103,8 +102,18 @@ def test_the_floor_moves_all_routings_by_turns() -> None:
     short = hosts_floor.Floor(hosts_floor.FLOOR, Wires(1), cases, of)
     for _ in cases:
         short.once(None)
-    with pytest.raises(Mismatch):
+    with pytest.raises(Mismatch, match="bytes of rank"):
         short.check(1)
+
+
+def test_links_whose_other_end_is_gone() -> None:
+    here, there = socket.socketpair()
+    links = baselines.Links(0)
+    links.add(1, here)
+    there.close()
+    with pytest.raises(ConnectionError, match="rank 1 is gone"):
+        links.exchange([memoryview(b""), memoryview(b"")], [memoryview(bytearray()), memoryview(bytearray(3))])
+    links.close()
 
 
 @pytest.mark.parametrize(("words", "sizes"), [("2x3", (3, 3)), ("1,2,3", (1, 2, 3)), ("4", (4,)), ("1x1", (1,))])

@@ -158,7 +158,10 @@ class Links:
             for fd, ready in poll.poll():
                 rank, peer = by_fd[fd]
                 if ready & select.POLLIN:
-                    receives[rank] = receives[rank][peer.recv_into(receives[rank]) :]
+                    count = peer.recv_into(receives[rank])
+                    if count == 0:
+                        raise ConnectionError(f"rank {rank} is gone")
+                    receives[rank] = receives[rank][count:]
                 if ready & select.POLLOUT:
                     sends[rank] = sends[rank][peer.send(sends[rank]) :]
                 if ready & (select.POLLERR | select.POLLNVAL):

@@ -22,6 +22,7 @@ from tokenway.bench.control import Telling
 from tokenway.bench.verify import Mismatch
 
 FLOOR, FOLDED = "floor", "floor by domain"
+PATIENCE = 60.0  # seconds for a socket to be made
 
 Array = np.ndarray
 
@@ -61,20 +62,35 @@ class Rails(Links):
         meeting = os.environ.get("MASTER_ADDR", "127.0.0.1")
         pairs = {(rank, rail_peer(hosts, rank, host)) for rank, of in enumerate(hosts) for host in set(hosts) - {of}}
         linked = sorted({a + b - self.rank for a, b in pairs if self.rank in (a, b)})
-        with socket.create_server(("", 0)) as listener:
-            places = talk.allgather((_address_towards(meeting), listener.getsockname()[1]))
-            for peer in linked:
-                if peer > self.rank:
-                    continue
-                address, port = places[peer]
-                # Where ranks meet is this very host for those that have no other address for it: to others it is none.
-                link = socket.create_connection((meeting if address.startswith("127.") else address, port))
-                link.sendall(self.rank.to_bytes(4, "little"))
-                self.add(peer, link)
-            for _ in [peer for peer in linked if peer > self.rank]:
-                link = listener.accept()[0]
-                self.add(int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little"), link)
-            talk.allgather(None)  # nobody connects any more
+        family = socket.getaddrinfo(meeting, None)[0][0]
+        with socket.create_server(("", 0), family=family) as listener:
+            places = talk.allgather((_address_towards(meeting, family), listener.getsockname()[1]))
+            problem = None
+            try:
+                self._connect(meeting, places, linked, listener)
+            except OSError as error:
+                problem = error
+            if problems := [told for told in talk.allgather(problem and str(problem)) if told]:  # and nobody connects
+                self.close()
+                raise ConnectionError(f"no sockets between rail peers: {problems[0]}")
+
+    def _connect(
+        self, meeting: str, places: Sequence[tuple[str, int]], linked: Sequence[int], listener: socket.socket
+    ) -> None:
+        for peer in linked:
+            if peer > self.rank:
+                continue
+            address, port = places[peer]
+            # Where ranks meet is this very host for those that have no other address for it: to others it is none.
+            local = address.startswith("127.") or address == "::1"
+            link = socket.create_connection((meeting if local else address, port), timeout=PATIENCE)
+            self.add(peer, link)
+            link.send(self.rank.to_bytes(4, "little"))
+        listener.settimeout(PATIENCE)
+        for _ in [peer for peer in linked if peer > self.rank]:
+            link = listener.accept()[0]
+            link.settimeout(PATIENCE)
+            self.add(int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little"), link)
 
     def add(self, peer: int, link: socket.socket) -> None:
         """Takes the socket to a peer."""
@@ -82,9 +98,9 @@ class Rails(Links):
         super().add(peer, link)
 
 
-def _address_towards(name: str) -> str:
+def _address_towards(name: str, family: int) -> str:
     """The address by which this machine reaches another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
         found.connect((name, 9))  # sends nothing
         address: str = found.getsockname()[0]
         return address
@@ -113,17 +129,21 @@ class Floor:
             for half in moved
         ]
         self._next = 0
+        self._came = [0] * n  # bytes of each rank, the most at once
 
     def once(self, _: Telling) -> tuple[int, ...]:
         """The bytes of a dispatch, then those of a combine."""
         begin = time.perf_counter_ns()
         for send, receive in self._halves[self._next : self._next + 2]:
             self._rails.exchange(send, receive)
+        took = time.perf_counter_ns() - begin
+        for _, receive in self._halves[self._next : self._next + 2]:
+            self._came = [max(most, len(each)) for most, each in zip(self._came, receive, strict=True)]
         self._next = (self._next + 2) % len(self._halves)
-        return (time.perf_counter_ns() - begin,)
+        return (took,)
 
     def check(self, _: int) -> None:
-        """Raises Mismatch unless every byte that may come has come from its rank."""
-        for rank, buffer in enumerate(self._received):
-            if not np.all(buffer == _mark(rank)):
+        """Raises Mismatch unless every byte of what had its turn has come from its rank."""
+        for rank, (buffer, count) in enumerate(zip(self._received, self._came, strict=True)):
+            if not np.all(buffer[:count] == _mark(rank)):
                 raise Mismatch(f"{self.name}: bytes of rank {rank} are missing")

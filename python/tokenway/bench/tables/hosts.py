@@ -60,6 +60,6 @@ def notes(run: Run) -> list[str]:
     if run["rows"][0].get("floor"):
         told.append(
             "floor: the bytes of the pair's rows alone, over plain sockets between rail peers, in the same turns; in "
-            "brackets how many times as long fabric takes"
+            "brackets how many times as long fabric takes, or by domain fabric by domain"
         )
     return told
