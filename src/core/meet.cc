@@ -14,7 +14,7 @@ namespace tw {
 namespace {
 
 // Meetings of the call, as offsets from its tags, in order.
-enum Meeting : uint64_t { kGive, kHave };
+enum MeetStage : uint64_t { kGive, kHave };
 
 constexpr char kMeeting[] = "meeting in a group";
 
