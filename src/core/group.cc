@@ -406,6 +406,15 @@ Status check_usable(twGroup& group, twPhase_t phase) {
   return finish_group(group, record);
 }
 
+Status end_meeting(twGroup& group, uint64_t tags, Status met) {
+  if (met.code == twInterrupted) {
+    group.comm->give_up(group.members, occasion_of(tags));
+    return heed_interrupt(group, std::move(met));
+  }
+  if (met.code == twPeerDied || met.code == twPeerAborted) TW_RETURN_IF_FAILED(check_usable(group, twPhaseNone));
+  return met;
+}
+
 Status finish_group(twGroup& group, ErrorRecord record) {
   const ErrorRecord culprit = record;  // what peers are told; record.result may become twExcluded below
   Sentence where;

@@ -133,6 +133,10 @@ void poll_device(twGroup& group);
 // Fails once the group is finished, by its own error or by a peer's abort signal (S6). Every call begins with it.
 Status check_usable(twGroup& group, twPhase_t phase);
 
+// Ends a call in which the group's ranks have met between steps, with what came of it: of an interrupt this tells the
+// others, which may wait at these tags, and a death is the group's error if it has one by now.
+Status end_meeting(twGroup& group, uint64_t tags, Status met);
+
 // Makes an error of the group, tells the peers, and returns it as a sentence.
 Status finish_group(twGroup& group, ErrorRecord record);
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "core/group.h"
-#include "core/interrupt.h"
 #include "core/steps.h"
 
 namespace tw {
@@ -156,13 +155,7 @@ Status grow_group(twGroup& group, const twReserve_t& given, const Status& readab
     Opening(*group.comm->bootstrap, {Call::kGrow, group.number}).give(group.members, tags);
     return usable;
   }
-  Status grown = meet_and_grow(group, given, readable, tags);
-  if (grown.code == twInterrupted) {
-    group.comm->give_up(group.members, occasion_of(tags));
-    return heed_interrupt(group, std::move(grown));
-  }
-  if (grown.code == twPeerDied || grown.code == twPeerAborted) TW_RETURN_IF_FAILED(check_usable(group, twPhaseNone));
-  return grown;
+  return end_meeting(group, tags, meet_and_grow(group, given, readable, tags));
 }
 
 }  // namespace tw

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "core/group.h"
-#include "core/interrupt.h"
 
 namespace tw {
 namespace {
@@ -71,13 +70,7 @@ Status meet_in_group(twGroup& group, std::span<const std::byte> mine, const Stat
     return usable;
   }
   const std::chrono::milliseconds patience(timeout_ms > 0 ? timeout_ms : group.config.given.timeout_ms);
-  Status met = meet(group, mine, readable, patience, tags, all);
-  if (met.code == twInterrupted) {
-    group.comm->give_up(group.members, occasion_of(tags));
-    return heed_interrupt(group, std::move(met));
-  }
-  if (met.code == twPeerDied || met.code == twPeerAborted) TW_RETURN_IF_FAILED(check_usable(group, twPhaseNone));
-  return met;
+  return end_meeting(group, tags, meet(group, mine, readable, patience, tags, all));
 }
 
 }  // namespace tw

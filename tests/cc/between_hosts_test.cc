@@ -116,12 +116,7 @@ TEST(BetweenHosts, EachRowCrossesOnce) {
       for (int token = 0; token < traffic.tokens[rank]; ++token) {
         uint64_t targets = 0;
         for (int to = 0; to < 6; ++to) {
-          bool wanted = false;
-          for (int k = 0; k < config.top_k; ++k) {
-            const int32_t id = traffic.ids[rank][token * config.top_k + k];
-            wanted |= id >= 0 && id / 2 == to;  // two experts a rank
-          }
-          targets += wanted && host[to] == other ? 1 : 0;
+          targets += host[to] == other && goes(traffic, config, rank, token, to) ? 1 : 0;
         }
         if (targets == 0) continue;
         any = true;

@@ -153,6 +153,11 @@ std::vector<uint8_t> World::window(int rank) const {
   return {begin + map.signal(0, 0, 0), begin + map.bytes()};
 }
 
+bool goes(const Traffic& traffic, const twGroupConfig_t& config, int rank, int token, int to) {
+  const int32_t* const ids = traffic.ids[rank].data() + token * config.top_k;
+  return std::any_of(ids, ids + config.top_k, [&](int32_t id) { return id >= 0 && id / 2 == to; });
+}
+
 Traffic make_traffic(const twGroupConfig_t& config, const std::vector<int>& tokens, uint32_t seed) {
   Traffic traffic;
   traffic.tokens = tokens;

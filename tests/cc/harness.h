@@ -102,6 +102,8 @@ struct Traffic {
   std::vector<std::vector<int32_t>> ids;  // [N][T * K]
   std::vector<std::vector<float>> weights;
 };
+// Whether a token has an expert of a rank, where each rank has two, one's behind the other's.
+bool goes(const Traffic& traffic, const twGroupConfig_t& config, int rank, int token, int to);
 // Distinct ids, some -1.
 Traffic make_traffic(const twGroupConfig_t& config, const std::vector<int>& tokens, uint32_t seed);
 

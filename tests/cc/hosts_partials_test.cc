@@ -35,12 +35,7 @@ TEST(BetweenHosts, PartialsAreReadWhereTheyCame) {
     for (int token = 0; token < traffic.tokens[rank]; ++token) {
       int position = 0;
       for (int from = 0; from < 4; ++from) {
-        bool returns = false;
-        for (int k = 0; k < config.top_k; ++k) {
-          const int32_t id = traffic.ids[rank][token * config.top_k + k];
-          returns |= id >= 0 && id / 2 == from;  // two experts a rank
-        }
-        if (!returns) continue;
+        if (!goes(traffic, config, rank, token, from)) continue;
         const std::byte* const at = place(rank, token, position++);
         const bool untouched = std::all_of(at, at + row, [&](std::byte byte) { return byte == kUntouched; });
         if (from / 2 != rank / 2) {
