@@ -149,12 +149,13 @@ test-core:  ## C++, the protocol's models, and the CUDA kernels on emulated GPUs
 	@$(MAKE) test-cc
 	@$(MAKE) spec $(if $(ALL),,SPEC=--quick)
 	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels on emulated GPUs" $(PY) tests/emulator/run.py $(if $(ALL),--threads,--quick)
+	@CCACHE=$(CCACHE) $(STAGE) "CUDA kernels between hosts" $(PY) tests/emulator/run.py --quick --gin
 	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels between devices apart" $(PY) tests/emulator/run.py --quick --staged)
 	@$(if $(ALL),CCACHE=$(CCACHE) $(STAGE) "CUDA kernels over a transport that counts" $(PY) tests/emulator/run.py --counted)
 
 test-mutations:  ## break the library on purpose; a test must notice each
 	@$(SETUP) run test
-	@$(STAGE) "mutations" $(PY) tests/mutations/run.py $(if $(ALL),--share 5)
+	@CCACHE=$(CCACHE) $(STAGE) "mutations" $(PY) tests/mutations/run.py $(if $(ALL),--share 5)
 
 test-emulated:  ## the CUDA kernels on emulated GPUs, whole (ARGS="-k rounds -x" and others)
 	@$(SETUP) run test

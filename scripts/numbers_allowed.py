@@ -102,6 +102,13 @@ ALLOWED: dict[str, dict[int, str]] = {
         0x9E3779B97F4A7C15: "2^64 by the golden ratio: every round's bytes differ",
         0xFF51AFD7ED558CCD: "MurmurHash3's mixer: every place's bytes differ",
     },
+    "step/post.cu": {256: "threads of a kernel that waits alone", 512: "threads of a block that copies"},
+    "transport/posted.cc": {
+        10: "a power of two: a KiB",
+        64: "KiB for a rank of this host that are worth a block that copies; not tuned",
+    },
+    "transport/posted.h": {20: "tags of meetings"},
+    "transport/gin.cc": {10: "s for what NCCL takes down alone", 200: "us between looks at a step of NCCL's"},
     "transport/window.cc": {30: "a power of two: a GiB"},
     "view/staged.cu": {256: "threads of a block that copies"},
     "view/counting.cuh": {64: "rows whose experts a block finds at a time", 4096: "experts that are counted at a time"},

@@ -9,15 +9,15 @@ typedef struct {
   const char* address;  // twCommCreateShm and Cuda: a name common to all ranks of this comm and unique to it on the
                         // host (up to 80 bytes). It names abstract Unix sockets; a name that begins with '/' is a path
                         // prefix of socket files instead (for ranks in containers with separate network namespaces)
-  int32_t device;       // twCommCreateCuda: the CUDA device of this rank; -1: the thread's current one
+  int32_t device;       // twCommCreateCuda and Gin: the CUDA device of this rank; -1: the thread's current one
   const int32_t* devices;  // twCommCreateLocal: [nranks] CUDA device of each rank; NULL: ranks on the CPU. Copied
-  // For twCommCreateFabric, and for twCommCreateCuda and Shm instead of an address: gathers `bytes` bytes of every
-  // rank, in rank order, into `all`. Returns 0 on success. It is called a few times during creation and never after,
-  // equally often on all ranks.
+  // For twCommCreateFabric and Gin, and for twCommCreateCuda and Shm instead of an address: gathers `bytes` bytes of
+  // every rank, in rank order, into `all`. Returns 0 on success. It is called a few times during creation and never
+  // after, equally often on all ranks.
   int (*allgather)(const void* mine, void* all, size_t bytes, void* context);
   void* allgather_context;
-  int32_t ranks_per_host;  // twCommCreateFabric: each host's ranks count as several hosts of so many, in the order of
-                           // ranks, the last perhaps smaller (for trials on one host); 0: as they are
+  int32_t ranks_per_host;  // twCommCreateFabric and Gin: each host's ranks count as several hosts of so many, in the
+                           // order of ranks, the last perhaps smaller (for trials on one host); 0: as they are
   const char* provider;    // twCommCreateFabric: libfabric's, between hosts: "tcp", "verbs" or "efa" (or, for trials on
                            // one host, "shm"); NULL: "tcp". The same on all ranks, as the field before
 } twCommConfig_t;
@@ -45,6 +45,16 @@ TW_API twResult_t twCommCreateShm(twComm_t* comm, int32_t rank, int32_t nranks, 
 // or does not reach another rank by it, with the rank and the reason; twConfigMismatch where ranks_per_host or provider
 // differ. "verbs" and "efa" have not been tried.
 TW_API twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
+
+// Connects `nranks` processes, each with a CUDA device of its own, on any hosts. Collective. Ranks of one host (of one
+// boot and one network namespace) copy rows into each other's memory, over NVLink or PCIe; to ranks of other hosts
+// kernels put them by NCCL's device API (GIN), over the network that NCCL finds (docs/HOSTS.md). Groups are called as
+// those of twCommCreateCuda, give the same bits, and can be captured. config.allgather is needed; each rank connects to
+// all others over TCP too, for what is told beside rows, at ports that the system chooses. Nothing is encrypted.
+//
+// Errors: as twCommCreateShm; twUnsupported in a build without CUDA and, on all ranks alike, where NCCL is not here, is
+// too old, or has no such network between all ranks; twInvalidArgument; twConfigMismatch where ranks_per_host differs.
+TW_API twResult_t twCommCreateGin(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes, each with a CUDA device of its own; all pairs of devices must reach each other's memory
 // (NVLink, or PCIe peer access). Collective. Windows are CUDA virtual memory, exported as fabric handles where the
@@ -125,6 +135,13 @@ TW_API twResult_t twDeviceFabric(int32_t device, twFabric_t* fabric);
 // Errors: twInvalidArgument; twUnsupported, with a sentence that says what to install, where libfabric is not here, or
 // was not when this library was built.
 TW_API twResult_t twLibfabric(const char** version, const char** providers);
+
+// Tells of NCCL, which joins CUDA devices of several hosts (twCommCreateGin): the version that this process loads
+// ("2.32.3"). Whether NICs are there that it can use, creating a comm tells. It looks for libnccl.so.2 when it is first
+// asked. The string is valid until the thread's next call. Not for hot paths. From any thread. Errors:
+// twInvalidArgument; twUnsupported, with a sentence that says what to install, where NCCL is not here or too old, in a
+// build without its headers, and in one without CUDA.
+TW_API twResult_t twNccl(const char** version);
 
 // Gives the CUDA device of this rank, -1 on the CPU.
 TW_API twResult_t twCommDevice(twComm_t comm, int32_t* device);

@@ -392,6 +392,7 @@ FUNCTIONS = {
     "twEnvironment": (c_int, [c_int32, POINTER(c_char_p), POINTER(c_char_p), POINTER(c_char_p)]),
     "twCommCreateShm": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateFabric": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
+    "twCommCreateGin": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateCuda": (c_int, [POINTER(c_void_p), c_int32, c_int32, POINTER(CommConfig)]),
     "twCommCreateLocal": (c_int, [POINTER(c_void_p), c_int32, POINTER(CommConfig)]),
     "twCommCreatePortable": (c_int, [POINTER(c_void_p), c_int32, c_int32, c_void_p]),
@@ -399,6 +400,7 @@ FUNCTIONS = {
     "twCommRank": (c_int, [c_void_p, POINTER(c_int32), POINTER(c_int32)]),
     "twCommDevice": (c_int, [c_void_p, POINTER(c_int32)]),
     "twDeviceFabric": (c_int, [c_int32, POINTER(Fabric)]),
+    "twNccl": (c_int, [POINTER(c_char_p)]),
     "twLibfabric": (c_int, [POINTER(c_char_p), POINTER(c_char_p)]),
     "twGroupWindowBytes": (c_int, [POINTER(GroupConfig), c_int32, POINTER(WindowBytes)]),
     "twDescribePlan": (

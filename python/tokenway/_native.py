@@ -176,6 +176,13 @@ def libfabric() -> tuple[str, str]:
     return version.value.decode(), providers.value.decode()
 
 
+def nccl() -> str:
+    """NCCL's version, where it can join devices of several hosts; Unsupported where it cannot."""
+    version = c_char_p()
+    check(lib.twNccl(byref(version)))
+    return version.value.decode()
+
+
 class Shared:
     """An object of the C library's that others hold: copies of these, as a model's average, share it."""
 

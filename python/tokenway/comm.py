@@ -31,10 +31,11 @@ HANDLES = {
 class Comm(_native.Shared):
     """One rank's part in a set of ranks on which groups are created.
 
-    Use `connect()`, `Comm.shm(...)`, `Comm.fabric(...)`, `Comm.cuda(...)`, `Comm.portable(...)` or `local_comms(n)` to
-    make one. Closing frees it; groups must be closed before. `backend` is "shm", "fabric", "nvlink" or "torch", `why`
-    says why that one was taken; from the first group on CUDA devices on it also tells of links to devices that this
-    process does not see, of devices that NVLink does not join, and of fabric handles, where devices know them.
+    Use `connect()`, `Comm.shm(...)`, `Comm.fabric(...)`, `Comm.cuda(...)`, `Comm.gin(...)`, `Comm.portable(...)` or
+    `local_comms(n)` to make one. Closing frees it; groups must be closed before. `backend` is "shm", "fabric",
+    "nvlink", "gin" or "torch", `why` says why that one was taken; from the first group on CUDA devices on it also tells
+    of links to devices that this process does not see, of devices that NVLink does not join, and of fabric handles,
+    where devices know them.
     """
 
     def __init__(self, pointer: int, carrier: Any = None, backend: str | None = None):
@@ -133,6 +134,34 @@ class Comm(_native.Shared):
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateCuda(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
         return cls(pointer.value or 0)
+
+    @classmethod
+    def gin(
+        cls,
+        rank: int,
+        nranks: int,
+        allgather: Callable[[bytes], list[bytes]],
+        *,
+        device: Any = None,
+        ranks_per_host: int | None = None,
+        timeout: float | None = None,
+    ) -> Comm:
+        """Connects processes on any hosts that have a CUDA device each. Collective.
+
+        `connect(backend="gin")` is the everyday form. Ranks of one host copy rows into each other's memory, over NVLink
+        or PCIe; to ranks of other hosts kernels put them by NCCL's device API (GIN). allgather, device, ranks_per_host
+        and timeout: as in `fabric` and `cuda`. Raises Unsupported where there is no driver, in a build without CUDA, or
+        where NCCL is too old or has no such network between all ranks.
+        """
+        index = None if device is None else cuda.index_of(device)
+        config = _config(timeout)
+        function = portable.c_allgather(allgather, rank, nranks)
+        config.allgather = ctypes.cast(function, c_void_p)
+        config.ranks_per_host = 0 if ranks_per_host is None else _native.fit("ranks_per_host", ranks_per_host)
+        config.device = cuda.current_device() if index is None else index
+        pointer = c_void_p()
+        _native.check(_native.lib.twCommCreateGin(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))
+        return cls(pointer.value or 0, backend="gin")
 
     @classmethod
     def portable(

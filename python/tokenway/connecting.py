@@ -17,7 +17,9 @@ from tokenway.settings import milliseconds
 
 _log = logging.getLogger("tokenway")
 
-BACKENDS = ("auto", "shm", "fabric", "nvlink", "torch")
+BACKENDS = ("auto", "shm", "fabric", "nvlink", "gin", "torch")
+# What asks for a process group, a store or an allgather, as its ranks may be on several hosts.
+_APART = ("fabric", "gin", "torch")
 
 
 def connect(
@@ -59,13 +61,15 @@ def connect(
     how long NCCL waits.
 
     backend: "shm" (ranks of one host, on the CPU), "fabric" (ranks of any hosts, on the CPU, over libfabric), "nvlink"
-    (on CUDA devices, of one host or of one NVLink domain), "torch" (ranks anywhere, over torch.distributed, which must
-    be initialised: on the CPU over gloo, on CUDA devices over NCCL) or "auto". That is "shm" or "nvlink" where all
-    ranks are on one host, "nvlink" too where NVLink joins their hosts; else on the CPU "fabric" where libfabric joins
-    them, and "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log "tokenway" does.
+    (on CUDA devices, of one host or of one NVLink domain), "gin" (on CUDA devices of any hosts, over NCCL's device
+    API), "torch" (ranks anywhere, over torch.distributed, which must be initialised: on the CPU over gloo, on CUDA
+    devices over NCCL) or "auto". That is "shm" or "nvlink" where all ranks are on one host, "nvlink" too where NVLink
+    joins their hosts; else "gin" where NCCL joins their devices, on the CPU "fabric" where libfabric joins them, and
+    "torch". `Comm.backend` and `Comm.why` say which and why, as a line of the log "tokenway" does.
     docs/BACKENDS.md is the guide.
 
-    Of "fabric" alone, equal on all ranks: ranks_per_host and provider, as in `Comm.fabric`.
+    Equal on all ranks: ranks_per_host, of "fabric" and "gin" alone, and provider, of "fabric" alone, as in
+    `Comm.fabric`.
 
     Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
     belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
@@ -83,7 +87,7 @@ def connect(
     ):
         return _noted(_connect_party(party_of(*given), wish))
     wish.check()
-    if backend in ("torch", "fabric"):
+    if backend in _APART:
         raise InvalidUsage(
             f"backend is {backend!r}, and torch.distributed is not initialised: call "
             "torch.distributed.init_process_group first, or give a process_group, a store or an allgather"
@@ -122,7 +126,8 @@ class _Wish:
         backend = self.backend
         if backend not in BACKENDS:
             raise InvalidArgument.of("backend", f"is {backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}")
-        on = {"shm": self._given is None, "fabric": self._given is None, "nvlink": self._given is not None}
+        device = self._given is not None
+        on = {"shm": not device, "fabric": not device, "nvlink": device, "gin": device}
         if not on.get(backend, True):
             where = "the CPU" if self._given is None else f"device {self._given!r}"
             raise Unsupported(f"backend {backend!r} is not for {where}")
@@ -130,9 +135,13 @@ class _Wish:
             portable.strategy_code(self.portable["strategy"])
         if "capacity" in self.portable:
             portable.inline_bytes(self.portable["capacity"])
-        if self.fabric and backend != "fabric":
-            raise InvalidArgument(f"{' and '.join(self.fabric)} is given, which is for backend 'fabric' alone")
-        if self.portable and backend in ("shm", "fabric", "nvlink"):
+        if self.fabric and backend not in ("fabric", "gin"):
+            raise InvalidArgument(f"{' and '.join(self.fabric)} is given, which is for backend 'fabric' or 'gin' alone")
+        if "provider" in self.fabric and backend == "gin":
+            raise InvalidArgument(
+                "provider is given, which is for backend 'fabric' alone: NCCL finds the network of 'gin'"
+            )
+        if self.portable and backend in ("shm", "fabric", "nvlink", "gin"):
             raise InvalidArgument(
                 f"{' and '.join(self.portable)} is given, and backend {backend!r} has no choice: its ranks write where "
                 "rows are wanted, and never more of them than that"
@@ -231,18 +240,30 @@ def _joined(party: Party, wish: _Wish, index: int | None, limit: float, allgathe
     """The comm of ranks on several hosts that something joins, and what; or None and why nothing does."""
     place = party.rank, party.nranks
     if index is not None:
-        comm, because = _tried(
-            party,
-            wish,
-            "nvlink",
-            limit,
-            lambda: Comm.cuda(*place, device=index, timeout=wish.timeout, allgather=allgather),
-        )
-        return comm, "NVLink joins them" if comm is not None else f"not over NVLink: {because}"
+        return _joined_devices(party, wish, index, limit, allgather)
     comm, because = _tried(
         party, wish, "fabric", limit, lambda: Comm.fabric(*place, allgather, timeout=wish.timeout, **wish.fabric)
     )
     return comm, "libfabric joins them" if comm is not None else f"not over libfabric: {because}"
+
+
+def _joined_devices(party: Party, wish: _Wish, index: int, limit: float, allgather: Any) -> tuple[Comm | None, str]:
+    place, because = (party.rank, party.nranks), []
+    ways = {
+        "nvlink": ("NVLink", lambda: Comm.cuda(*place, device=index, timeout=wish.timeout, allgather=allgather)),
+        "gin": (
+            "NCCL",
+            lambda: Comm.gin(*place, allgather, device=index, timeout=wish.timeout, **wish.fabric),
+        ),
+    }
+    for backend, (name, connect) in ways.items():
+        if wish.backend not in ("auto", backend):
+            continue
+        comm, reason = _tried(party, wish, backend, limit, connect)
+        if comm is not None:
+            return comm, f"{name} joins their devices" if backend == "gin" else f"{name} joins them"
+        because.append(f"not over {name}: {reason}")
+    return None, "; ".join(because)
 
 
 def _connect_party(party: Party, wish: _Wish) -> Comm:
@@ -276,7 +297,7 @@ def _connect_party(party: Party, wish: _Wish) -> Comm:
         where = f"rank 0 and rank {apart} run on {all_ranks[0][0]} in different network namespaces"
     else:
         where = f"rank 0 runs on {all_ranks[0][0]}, rank {apart} on {all_ranks[apart][0]}"
-    if apart is None and wish.backend not in ("torch", "fabric"):
+    if apart is None and wish.backend not in _APART:
         return wish.comm(rank, nranks, all_ranks[0][2], where)
     if wish.backend == "shm":
         raise Unsupported(f"{where}: the CPU backend connects ranks of one host only")

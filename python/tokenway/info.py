@@ -64,13 +64,14 @@ def collect() -> dict[str, Any]:
             "cpu": _cpu_backend(),
             "fabric": _fabric_backend(),
             "nvlink": nvlink,
+            "gin": _gin_backend(nvlink),
             "torch": _portable_backend(),
         },
         "machine": here,
         "kernel": kernel_features(),
         "cuda": cuda_devices() if nvlink == AVAILABLE else [],
         "fabric": fabric() if nvlink == AVAILABLE else [],
-        "engines": {"libfabric": _libfabric()},
+        "engines": {"libfabric": _libfabric(), "NCCL": _nccl()},
         "packages": {name: {"version": machine.package_version(name), "use": use} for name, use in PACKAGES.items()},
         "environment": _environment(),
     }
@@ -120,6 +121,16 @@ def _nvlink_backend() -> str:
     return AVAILABLE
 
 
+def _gin_backend(nvlink: str) -> str:
+    """Whether there are devices, and an NCCL that is new enough; NICs are looked for by `connect`."""
+    if nvlink != AVAILABLE:
+        return nvlink
+    problem = _nccl()
+    if problem.startswith("not available"):
+        return problem
+    return f"{AVAILABLE} (over NCCL {problem}, where it finds NICs that reach all hosts: connect() tells)"
+
+
 def _portable_backend() -> str:
     problem = portable.missing()
     if problem is None:
@@ -134,6 +145,14 @@ def _libfabric() -> str:
     except TokenwayError as error:
         return f"not available: {error}"
     return f"{version}, providers: {providers or 'none of those that are known'}"
+
+
+def _nccl() -> str:
+    """What is known of the library that joins GPUs of several hosts."""
+    try:
+        return _native.nccl()
+    except TokenwayError as error:
+        return f"not available: {error}"
 
 
 def cuda_devices() -> list[dict[str, Any]]:

@@ -37,6 +37,17 @@ Status check_rank(int32_t rank, int32_t nranks) {
   return check_range("rank", rank, 0, nranks - 1);
 }
 
+Status find_device([[maybe_unused]] const Argument& name, [[maybe_unused]] int* device) {
+#if TOKENWAY_WITH_CUDA
+  if (*device < -1) {
+    return fail(twInvalidArgument, "{} is {}; it must be -1 (the current one) or more", name, Value(*device));
+  }
+  return tw::check_device(device);
+#else
+  return fail(twUnsupported, "this library was built without CUDA");
+#endif
+}
+
 twComm* make_comm(std::unique_ptr<Bootstrap> bootstrap, const Environment& environment, int32_t timeout_ms) {
   auto comm = std::make_unique<twComm>();
   comm->bootstrap = std::move(bootstrap);
@@ -58,6 +69,7 @@ using tw::api::after;
 using tw::api::check_rank;
 using tw::api::comms;
 using tw::api::enter;
+using tw::api::find_device;
 using tw::api::make_comm;
 using tw::api::read_comm_config;
 using tw::api::settle_timeout;
@@ -84,17 +96,6 @@ Status connect(int32_t rank, int32_t nranks, const twCommConfig_t& config, int d
                 Argument("config.address"), Argument("config.allgather"));
   }
   return tw::connect_mesh(rank, nranks, config.address, deadline, mesh);
-}
-
-Status find_device([[maybe_unused]] const Argument& name, [[maybe_unused]] int* device) {
-#if TOKENWAY_WITH_CUDA
-  if (*device < -1) {
-    return fail(twInvalidArgument, "{} is {}; it must be -1 (the current one) or more", name, Value(*device));
-  }
-  return tw::check_device(device);
-#else
-  return fail(twUnsupported, "this library was built without CUDA");
-#endif
 }
 
 // Checks the devices of local ranks. Ranks that share one wait for each other on it, each in a hardware queue of its

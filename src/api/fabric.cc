@@ -18,10 +18,8 @@ using tw::fail;
 using tw::Status;
 using tw::Value;
 
-// Tags of meetings before a comm's first occasion.
-enum Stage : uint64_t { kMeshStage = uint64_t{1} << 16, kEngineStage };
-
-constexpr char kConnecting[] = "connecting the ranks of a host";
+// The tag of a meeting before a comm's first occasion, behind that of meet_hosts.
+constexpr uint64_t kEngineStage = (uint64_t{1} << 16) + 1;
 
 Status check_provider(const std::string& provider) {
   for (const char* const known : tw::net::kProviders) {
@@ -53,14 +51,6 @@ class Engines {
   std::unique_ptr<tw::net::Engine> first_;
 };
 
-// Connects the ranks of this host, which are those with this rank's number in `of`.
-Status connect_host(int rank, const std::string& address, tw::TimePoint deadline, tw::Hosts* hosts) {
-  const int mine = hosts->of[static_cast<size_t>(rank)];
-  int count = 0;
-  for (const int host : hosts->of) hosts->local.push_back(host == mine ? count++ : -1);
-  return tw::connect_mesh(hosts->local[static_cast<size_t>(rank)], count, address, deadline, &hosts->among);
-}
-
 Status create_fabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
   if (comm == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("comm"));
   TW_RETURN_IF_FAILED(tw::api::check_rank(rank, nranks));
@@ -79,16 +69,13 @@ Status create_fabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommC
   };
   const tw::TimePoint deadline = tw::api::after(config.timeout_ms);
   auto hosts = std::make_unique<tw::Hosts>();
-  std::string address;
-  TW_RETURN_IF_FAILED(tw::agree_on_hosts(rank, nranks, gather, config.ranks_per_host, &hosts->of, &address));
-  const std::string note = std::to_string(config.ranks_per_host) + " and " + options.provider;
-  const tw::Sentence what = tw::compose("{} or {}", Argument("config.ranks_per_host"), Argument("config.provider"));
+  const tw::api::Alike alike{std::to_string(config.ranks_per_host) + " and " + options.provider,
+                             tw::compose("{} or {}", Argument("config.ranks_per_host"), Argument("config.provider"))};
   std::unique_ptr<tw::Bootstrap> mesh;
-  TW_RETURN_IF_FAILED(tw::connect_tcp(rank, nranks, gather, note, what, deadline, &mesh));
+  TW_RETURN_IF_FAILED(
+      tw::api::meet_hosts(rank, nranks, gather, config.ranks_per_host, alike, {}, deadline, hosts.get(), &mesh));
   std::vector<int> all;
   for (int member = 0; member < nranks; ++member) all.push_back(member);
-  Status met = connect_host(rank, address, deadline, hosts.get());
-  TW_RETURN_IF_FAILED(tw::agree(*mesh, all, kMeshStage, deadline, kConnecting, met));
   auto engines = std::make_shared<Engines>(options, nranks);
   const bool several = *std::max_element(hosts->of.begin(), hosts->of.end()) > 0;
   if (several) TW_RETURN_IF_FAILED(engines->connect_first({mesh.get(), all, kEngineStage, deadline}));
@@ -101,6 +88,36 @@ Status create_fabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommC
 }
 
 }  // namespace
+
+namespace tw::api {
+namespace {
+
+constexpr uint64_t kMeshStage = uint64_t{1} << 16;  // a tag before a comm's first occasion
+constexpr char kConnecting[] = "connecting the ranks of a host";
+
+// Connects the ranks of this host, which are those with this rank's number in `of`.
+Status connect_host(int rank, const std::string& address, TimePoint deadline, Hosts* hosts) {
+  const int mine = hosts->of[static_cast<size_t>(rank)];
+  int count = 0;
+  for (const int host : hosts->of) hosts->local.push_back(host == mine ? count++ : -1);
+  return connect_mesh(hosts->local[static_cast<size_t>(rank)], count, address, deadline, &hosts->among);
+}
+
+}  // namespace
+
+Status meet_hosts(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
+                  int ranks_per_host, const Alike& alike, const Status& ready, TimePoint deadline, Hosts* hosts,
+                  std::unique_ptr<Bootstrap>* mesh) {
+  std::string address;
+  TW_RETURN_IF_FAILED(agree_on_hosts(rank, size, allgather, ranks_per_host, &hosts->of, &address));
+  TW_RETURN_IF_FAILED(connect_tcp(rank, size, allgather, alike.note, alike.what, deadline, mesh));
+  std::vector<int> all;
+  for (int member = 0; member < size; ++member) all.push_back(member);
+  const Status met = ready.ok() ? connect_host(rank, address, deadline, hosts) : ready;
+  return agree(**mesh, all, kMeshStage, deadline, kConnecting, met);
+}
+
+}  // namespace tw::api
 
 twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
   return tw::api::enter([&] { return create_fabric(comm, rank, nranks, given); });

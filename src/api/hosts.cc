@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/backend.h"
+#include "core/make_backend.h"
 
 namespace tw::api {
 

@@ -4,7 +4,7 @@
 // change here breaks which rank is blamed for a group that cannot be created, and S6 if a wait loses its deadline.
 #pragma once
 
-#include "core/backend.h"
+#include "core/make_backend.h"
 
 namespace tw {
 

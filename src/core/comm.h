@@ -32,6 +32,10 @@ struct twComm : tw::Quarantined<twComm> {
     bootstrap->give_up(members, occasion);
     if (hosts != nullptr && hosts->among != nullptr) hosts->among->give_up(hosts->mates(members), occasion);
   }
+  // Whether ranks are on devices of several hosts, whose kernels post what goes between them.
+  bool posts() const { return hosts != nullptr && device >= 0; }
+  // Whether rows travel in blocks: by a carrier, or by posts.
+  bool stages() const { return carrier != nullptr || posts(); }
   // A range of 2^16 tags for one collective call.
   uint64_t next_tags() { return occasions++ << 16; }
 };

@@ -387,7 +387,7 @@ Status check_config(const twGroupConfig_t& caller, int32_t ranks, bool on_device
     size_for_device(environment, &shape);
     shape.staged = staged ? 1 : 0;
     if (staged && shape.leases()) {
-      return fail(twUnsupported, "{} is {}; rows that collectives move between CUDA devices land in the window: give 0",
+      return fail(twUnsupported, "{} is {}; rows that travel in blocks between CUDA devices land in the window: give 0",
                   Argument("config.lease_bytes"), Value(given.lease_bytes));
     }
     if (staged) shape.packet_tokens = shape.low_latency_packets = 0;  // rows that travel in blocks all come at once

@@ -17,6 +17,7 @@
 #include "core/steps.h"
 #include "exchange/notes.h"
 #include "layout/hosts_map.h"
+#include "layout/posts_map.h"
 
 namespace {
 
@@ -175,7 +176,7 @@ namespace tw {
 namespace {
 
 // Meetings of a collective creation, as offsets from its tags, in order.
-enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 16 };
+enum Stage : uint64_t { kCheckedStage, kCompareStage, kMemoryStage, kWindowStage, kMappedStage = kWindowStage + 32 };
 
 constexpr char kOccasion[] = "creating a group";
 
@@ -185,7 +186,9 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   uint64_t needed = config.map.bytes() - there;
   auto ranks = static_cast<int32_t>(members.size());  // on this host
   FreeMemory free = find_free_memory();
-  if (comm.hosts != nullptr) {
+  if (comm.posts()) {
+    needed += PostsMap::make(config.map, config.map.room().loads).bytes();
+  } else if (comm.hosts != nullptr) {
     const Topology topology = comm.hosts->topology(members);
     const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();
     const bool folds = topology.divides_into(Domains::make(config.given.domain, ranks).size);
@@ -245,7 +248,7 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
   // A rank with a bad configuration takes part all the same, so that the others learn of it at once.
   GroupConfig config;
   const bool on_device = comm->device >= 0;
-  const bool staged = comm->carrier != nullptr;
+  const bool staged = comm->stages();
   twGroupConfig_t asked = given;
   if (arena != nullptr && asked.lanes == 0) asked.lanes = arena->channels.size();
   asked.arena = nullptr;
@@ -253,7 +256,7 @@ Status make_group(twComm* comm, const twGroupConfig_t& given, const Status& read
       readable.ok() ? check_config(asked, ranks, on_device, comm->environment, &config, staged, least) : readable;
   if (checked.ok() && arena != nullptr) checked = place_in(*arena, &config);
   // Between hosts a placed group may need more memory beside the window, to which no step may be on its way.
-  const bool moves = arena != nullptr && comm->hosts != nullptr;
+  const bool moves = arena != nullptr && comm->hosts != nullptr && !on_device;
   if (checked.ok() && moves) checked = check_settled(*arena, "twGroupCreate");
   const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(comm->timeout_ms);
   Opening opening(bootstrap, occasion, left);

@@ -15,11 +15,11 @@
 #include <vector>
 
 #include "core/arena.h"
-#include "core/backend.h"
 #include "core/comm.h"
 #include "core/config.h"
 #include "core/handle.h"
 #include "core/leases.h"
+#include "core/make_backend.h"
 #include "core/moving.h"
 #include "core/occasion.h"
 

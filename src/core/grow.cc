@@ -14,7 +14,7 @@ namespace tw {
 namespace {
 
 // Meetings of a growth, as offsets from its tags, in order.
-enum Meeting : uint64_t { kOpen, kSizes, kRoom, kWindows, kReady = kWindows + 16 };
+enum Meeting : uint64_t { kOpen, kSizes, kRoom, kWindows, kReady = kWindows + 32 };
 
 constexpr char kGrowing[] = "growing a group";
 
@@ -62,7 +62,7 @@ Status enlarge(twGroup& group, const twReserve_t& given, GroupConfig* larger, bo
   *more = config.max_tokens > shape.max_tokens || config.dispatch_room > shape.most_dispatch_bytes() ||
           config.combine_room > shape.most_combine_bytes();
   TW_RETURN_IF_FAILED(check_config(config, shape.ranks, group.config.on_device, group.comm->environment, larger,
-                                   group.comm->carrier != nullptr, group.config.room));
+                                   group.comm->stages(), group.config.room));
   if (group.context.map.grow(larger->shape(), &larger->map, larger->room)) return {};
   return fail(twInvalidArgument, "{} is {}; with these rows the window passes 64 bits", Argument("reserve.max_tokens"),
               Value(given.max_tokens));

@@ -5,7 +5,7 @@
 // It makes the bits of results the same as the kernels' (S9), finishes each step in data or in an error (S6), and
 // leaves outputs safe after an error. An expectation that is not checked here (how many rows a peer sends, headers,
 // receive offsets) becomes a stray read or write.
-#include "core/backend.h"
+#include "core/make_backend.h"
 
 #include <algorithm>
 

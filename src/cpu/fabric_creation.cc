@@ -3,7 +3,8 @@
 // that fails on its own tells the others before anybody waits in the engine's meetings.
 #include <algorithm>
 
-#include "core/backend.h"
+#include "core/make_backend.h"
+#include "core/near.h"
 #include "cpu/fabric_transport.h"
 
 namespace tw::cpu {
@@ -24,24 +25,6 @@ enum FabricStage : uint64_t {
 
 constexpr char kConnecting[] = "connecting the ranks of several hosts";
 constexpr std::chrono::seconds kLastPuts{2};  // for what this rank has sent to go out, before its engine ends
-
-// What a backend among the ranks of this host alone would be made with.
-struct Near {
-  BackendInit init;
-  std::vector<int> ranks;    // of the group
-  std::vector<int> members;  // of the bootstrap that they meet over
-
-  Near(const BackendInit& whole, const Topology& topology) : init(whole) {
-    ranks = topology.mates(whole.context->me);
-    const Hosts& hosts = *whole.hosts;
-    if (hosts.among != nullptr) init.bootstrap = hosts.among.get();
-    for (const int rank : ranks) {
-      const int member = whole.members[static_cast<size_t>(rank)];
-      members.push_back(hosts.among != nullptr ? hosts.local[static_cast<size_t>(member)] : member);
-    }
-    init.members = members;
-  }
-};
 
 }  // namespace
 

@@ -22,9 +22,9 @@
 #include <vector>
 
 #include "bootstrap/shared_memory.h"
-#include "core/backend.h"
 #include "core/carrier.h"
 #include "core/carrier_channel.h"
+#include "core/make_backend.h"
 #include "cpu/cost_model.h"
 #include "cpu/outline.h"
 #include "exchange/dispatch.h"

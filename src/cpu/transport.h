@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cpu/outline.h"
 #include "cpu/vector.h"
 #include "cpu/window.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bootstrap/shared_memory.h"
-#include "core/backend.h"
+#include "core/make_backend.h"
 
 namespace tw::cpu {
 

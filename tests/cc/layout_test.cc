@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "layout/posts_map.h"
 #include "layout/window_map.h"
 #include "reference.h"
 
@@ -472,6 +473,27 @@ TEST(Layout, OverflowIsRefused) {
   }
   EXPECT_GT(refused, 100);
   EXPECT_GT(taken, 100);
+}
+
+// T3: groups of before and after growth make steps by turns. What goes out by the smaller map lies within the bank of
+// the larger that has the same number, as the other may still be read.
+TEST(Layout, OutgoingBanksOfASmallerMapLieWithinThoseOfTheLarger) {
+  each_small_shape([](const Shape& shape) {
+    const WindowMap map = made(shape);
+    Shape more = shape;
+    more.max_tokens += 100;
+    WindowMap grown;
+    ASSERT_TRUE(map.grow(more, &grown, map.room()));
+    const PostsMap posts = PostsMap::make(grown, 0);
+    for (int channel = 0; channel < shape.channels; ++channel) {
+      for (uint64_t bank = 0; bank < 2; ++bank) {
+        const uint64_t begin = posts.banks_at(channel, map) + bank * PostsMap::stride_of(map);
+        const uint64_t larger = posts.banks_at(channel) + bank * posts.stride;
+        EXPECT_GE(begin, larger);
+        EXPECT_LE(begin + PostsMap::stride_of(map), larger + posts.stride);
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -6,6 +6,9 @@
     python tests/emulator/run.py --quick                 the same, nothing long, and a quarter of the examples
     python tests/emulator/run.py --staged                the portable backend: devices apart, whose blocks gloo moves
     python tests/emulator/run.py --quick --staged        ... of the files where who moves blocks matters
+    python tests/emulator/run.py --gin                   devices of several hosts, between which kernels post
+    python tests/emulator/run.py --threads --gin         ... of the files where who moves blocks matters
+    python tests/emulator/run.py --quick --gin           ... a part of these, in a minute
     python tests/emulator/run.py --counted               over a transport that counts what kernels store at peers
     python tests/emulator/run.py -k rounds -x            arguments of pytest
 
@@ -49,6 +52,15 @@ STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
     *("row_types", "auto", "choice_values", "per_expert", "bias", "domain", "loads"),
 )
+# Of each: what has more than one rank and little to do, as connecting the ranks of several hosts is most of the time.
+GIN = {
+    "posts": "posted or tell_of",
+    "exchange": "test_ranks or no_tokens or sizes_change or in_flight or slow_rank or scales",
+    "throughput": "test_ranks",
+    "collectives": "test_ranks or sizes_change or in_flight",
+    "arena": "grows or view_of_another",
+    "errors": "combine_refused",
+}
 NOTHING = "CUDA's headers or Boost.Context are missing"
 
 
@@ -88,6 +100,12 @@ def main(arguments: list[str]) -> int:
     if "--staged" in arguments:
         arguments = [a for a in arguments if a != "--staged"]
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
+    if "--gin" in arguments:
+        arguments = [a for a in arguments if a != "--gin"]
+        names, backend = (tuple(GIN) if chosen else ("posts", *names)), "emulated-gin"
+        if quick:
+            os.environ["EXAMPLES"] = "2"
+            chosen[1] += f" and ({' or '.join(GIN.values())})"
     files = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

@@ -10,6 +10,8 @@
 
     suite      the tests of behaviour of tests/py against the nvlink backend
     nccl       the same against the portable one, over NCCL, and what sets that apart
+    gin        the same between hosts, over NCCL's device API, where NCCL has a network (TOKENWAY_TEST_GIN=1; tests/gin
+               makes one): only where it is named
     frameworks the tests of integrations, with a device for each rank; those whose framework is missing are skipped
     gpu        tests/gpu: what only a GPU has, also with two processes to a device
     soak       random rounds and graph replays on a process for each device, a short form by default
@@ -104,7 +106,7 @@ FRAMEWORKS = (
     "sglang",
     "tensorrt_llm",
 )
-BUDGET = {"suite": 600, "nccl": 720, "frameworks": 600, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
+BUDGET = {"suite": 600, "nccl": 720, "gin": 720, "frameworks": 600, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds
 TOO_SLOW = (124, 137, -9)  # how `timeout` ends once it has ended a command, and where it had to kill it (and itself)
 NO_TESTS = 5  # pytest's exit code where -k chose none
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
@@ -147,17 +149,21 @@ def of_pytest(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Co
     elif part == "nccl":
         every = shares.Share(part, shares.workers(1, args.company)[0])
         runs = [(every, [*behaviour, "--backend", "nccl", "--rounds", "60"])]
-        runs.append((shares.Share(f"{part}: gpu"), [str(here / "test_nccl.py")]))
+        runs.append((shares.Share(f"{part}: gpu"), [str(here / "test_devices_apart.py")]))
+    elif part == "gin":
+        every = shares.Share(part, shares.workers(1, args.company)[0])
+        runs = [(every, [*behaviour, "--backend", "gin", "--rounds", "60"])]
+        runs.append((shares.Share(f"{part}: gpu"), [str(here / "test_devices_apart.py")]))
     elif part == "frameworks":  # each file's ranks are started once, and find their devices (tests/py/frameworks.py)
         every = shares.Share(part, *shares.workers(1, args.company, dist="loadfile"))
         runs = [(every, [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in FRAMEWORKS])]
     else:  # they tell of times, so that nobody else may be on their devices
-        own = [str(here), "--ignore", str(here / "test_nccl.py")]
+        own = [str(here), "--ignore", str(here / "test_devices_apart.py")]
         runs = [(share, own) for share in shares.shared_out(part, devices, 1)]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=150"]
     # Tests that go by threads or by processes go by these over NCCL, as its users do: communicators that threads of one
     # process make and end at the same time crash inside NCCL 2.28.9 now and then.
-    chosen = [f"({args.k})"] * bool(args.k) + ["not threads"] * (part == "nccl")
+    chosen = [f"({args.k})"] * bool(args.k) + {"nccl": ["not threads", "not gin"], "gin": ["not nccl"]}.get(part, [])
     pytest += ["-x"] * args.x + (["-k", " and ".join(chosen)] if chosen else [])
     for number, (share, what) in enumerate(runs):
         report = ["--durations=8", f"--junitxml={reports / f'{part}-{number}.xml'}"]

@@ -17,7 +17,8 @@ class Edit:
 class Mutation:
     name: str
     invariant: str
-    unit: str  # tests/cc/<unit>.cc, which holds the test; py/<name>: tests/py/<name>.py, for edits of the package
+    unit: str  # tests/cc/<unit>.cc, which holds the test; py/<name>: tests/py/<name>.py, for edits of the package;
+    # <backend>/<name>: tests/py/test_<name>.py on emulated devices, for edits of their sources
     test: str  # a GoogleTest filter; of pytest, what -k takes
     edits: tuple[Edit, ...]
 

@@ -8,7 +8,8 @@ docs/PROTOCOL.md it breaks and which test must fail. A mutation that survives me
 its name says. The unmutated sources must pass the test too, right behind the mutant.
 
 Needs g++ (or $CXX) and GoogleTest. Without them: skipped, or, with TW_STRICT=1, a failure. Mutations of the Python
-package need pytest, and what else the tests do; those of ranks on several hosts libfabric and its headers.
+package need pytest, and what else the tests do; those of ranks on several hosts libfabric and its headers; those of
+kernels what tests/emulator/run.py needs.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import emulated
 from apart import APART
 from arena import ARENA_MUTATIONS
 from bias import BIAS
@@ -44,6 +46,7 @@ from mutation import Mutation
 from per_expert import PER_EXPERT
 from placement import PLACEMENT
 from planning import PLANNING
+from posts import POSTS
 from protocol import PROTOCOL
 from results import RESULTS
 from shrunk_moving import SHRUNK_MOVING_MUTATIONS
@@ -78,6 +81,7 @@ ALL = (
     + PLANNING
     + ENGINE_MUTATIONS
     + HOSTS
+    + POSTS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails
@@ -126,6 +130,11 @@ class BuildError(Exception):
 def is_python(unit: str) -> bool:
     """Whether it is a file of Python's tests: there the mutant is the package, with the control's library."""
     return unit.startswith("py/")
+
+
+def is_emulated(unit: str) -> bool:
+    """Whether it is a file of Python's tests on emulated devices: there the mutant is the library."""
+    return unit.startswith("emulated")
 
 
 def call(command: list[str], timeout: float | None = None) -> str:
@@ -206,12 +215,12 @@ class Workshop:
         shared = sorted(path.relative_to(self.tree) for path in found)
         shared = [path for path in shared if path.parts[1] not in ("nvlink", "gin")]
         shared += [Path(f"tests/cc/{name}.cc") for name in ("harness", "hosts_world", "pretended_engine", "side")]
-        binaries = [unit for unit in units if not is_python(unit)]
+        binaries = [unit for unit in units if not is_python(unit) and not is_emulated(unit)]
         sources = shared + [Path(f"tests/cc/{unit}.cc") for unit in binaries]
         list(pool.map(lambda source: self.compile(source, self.object_of(source)), sources))
         call(["ar", "rcs", str(self.archive), *(str(self.object_of(source)) for source in shared)])
         list(pool.map(lambda unit: self.link_control(unit, shared), binaries))
-        if len(binaries) < len(units):
+        if any(is_python(unit) for unit in units):
             self.link_library([self.object_of(source) for source in shared if source.parts[0] == "src"])
 
     @property
@@ -223,6 +232,8 @@ class Workshop:
         return self.objects / "libtokenway.so"
 
     def control_of(self, unit: str) -> Path:
+        if is_emulated(unit):
+            return emulated.LIBRARY
         return self.tree / "python" if is_python(unit) else self.objects / unit
 
     def link_library(self, objects: list[Path]) -> None:
@@ -244,7 +255,10 @@ class Workshop:
         call([self.compiler, *names, str(self.archive), *LIBRARIES, *(more or []), "-o", str(out)])
 
     def build_mutant(self, mutation: Mutation, overlay: Path) -> Path:
-        """Gives what run_test takes: a binary, or the folder of the package."""
+        """Gives what run_test takes: a binary, the folder of the package, or the library of emulated devices."""
+        if is_emulated(mutation.unit):
+            with self.cores:
+                return emulated.build_mutant(mutate(self.tree, mutation), overlay)
         if is_python(mutation.unit):
             shutil.copytree(self.tree / "python", overlay / "python")
         for file, text in mutate(self.tree, mutation).items():
@@ -285,6 +299,18 @@ def run_test(made: Path, mutation: Mutation, library: Path) -> tuple[int | None,
         # TW_STRICT: what is drawn is the same each time.
         environment = os.environ | {"PYTHONPATH": str(made), "TOKENWAY_LIBRARY": str(library), "TW_STRICT": "1"}
         counted = r"(\d+) passed"
+    if is_emulated(mutation.unit):
+        backend, name = mutation.unit.split("/")
+        tests = str(ROOT / "tests" / "py" / f"test_{name}.py")
+        command = [*PYTEST, "--backend", backend, "--capture=sys", tests]
+        command += ["-k", f"{mutation.test} and not processes", "-m", "not heavy and not long"]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT / "python"),
+            "TOKENWAY_LIBRARY": str(made),
+            "EXAMPLES": "4",
+            "OMP_NUM_THREADS": "1",
+        }
+        counted = r"(\d+) passed"
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
@@ -298,7 +324,9 @@ def run_test(made: Path, mutation: Mutation, library: Path) -> tuple[int | None,
 def failed_itself(mutation: Mutation, status: int, output: str) -> bool:
     """Whether the named test failed, or crashed: anything else that goes wrong shows nothing about the mutation."""
     test = mutation.test
-    if is_python(mutation.unit):  # an ERROR is of what stands round a test
+    if is_emulated(mutation.unit) and status < 0:  # a kernel that aborts takes the test along
+        return True
+    if is_python(mutation.unit) or is_emulated(mutation.unit):  # an ERROR is of what stands round a test
         return any(test in name for name in re.findall(r"^FAILED \S+::(\S+)", output, re.MULTILINE))
 
     def named(tests: list[str]) -> list[str]:
@@ -412,6 +440,11 @@ def main() -> int:
     chosen = chosen[turn_of(arguments.share) :: arguments.share]
     if not chosen:
         parser.error("no mutation has such a name")
+    if any(is_emulated(m.unit) for m in chosen) and (lacking := emulated.build_control()):
+        if os.environ.get("TW_STRICT") == "1":
+            parser.error(lacking)
+        print(f"mutations of kernels: SKIPPED: {lacking}", file=sys.stderr)
+        chosen = [m for m in chosen if not is_emulated(m.unit)]
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="tokenway-mutations-"))
     try:

@@ -6,6 +6,7 @@ joins.
     make test-netns ARGS="-k cut -x"
     python tests/netns/run_all.py --quick                # within two minutes: of everything on `fabric` a part
     python tests/netns/run_all.py --hosts -k auto        # the hosts of emulated GPUs alone
+    python tests/netns/run_all.py --gin -k stopped       # emulated GPUs whose kernels post between hosts alone
     python tests/netns/run_all.py --faults -k stopped    # the tests of this folder alone
     python tests/netns/run_all.py --between              # the tests of behaviour alone, on two hosts of two ranks
     python tests/netns/run_all.py --soak --rounds 10000 --kills 50 --stops 20    # soak.py between two hosts of two
@@ -43,7 +44,10 @@ BETWEEN_SUITE = (
 QUICK_SUITE = ("exchange", "survival")
 QUICK = ("-m", "not long and not heavy and not slow")
 HOSTS_SUITE = ("exchange", "survival")  # between the hosts, what is neither long nor heavy
+# Of the kernels that post between hosts, in --quick.
+GIN_QUICK = "(a_killed_host or a_cut_between_halves or (test_ranks and 4) or two_deaths)"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+NO_EMULATOR = "CUDA's headers or Boost.Context are missing"
 NOTHING = 5  # pytest's, where -k leaves none
 
 
@@ -62,11 +66,11 @@ def main(arguments: list[str]) -> int:
     except (OSError, subprocess.CalledProcessError) as error:
         return skip(f"a host cannot be had: {error}")
     parts = {"--faults": run_faults, "--between": run_between, "--hosts": run_hosts, "--soak": run_soak}
-    parts["--quick"] = run_quick
+    parts |= {"--gin": run_gin, "--quick": run_quick}
     for flag, part in parts.items():
         if flag in arguments:
             return part([argument for argument in arguments if argument != flag])
-    codes = [part(arguments) for part in (run_faults, run_between, run_apart, run_hosts)]
+    codes = [part(arguments) for part in (run_faults, run_between, run_apart, run_hosts, run_gin)]
     return worst(codes)
 
 
@@ -76,8 +80,9 @@ def worst(codes: Sequence[int]) -> int:
 
 
 def run_quick(arguments: Sequence[str]) -> int:
-    """A part of the tests of this folder, and of those of behaviour, on `fabric`."""
-    return worst([run_faults([*QUICK, *arguments]), run_between([*QUICK, *arguments], QUICK_SUITE)])
+    """A part of the tests of this folder, and of those of behaviour, on `fabric`; and of both where kernels post."""
+    quick = [*QUICK, *arguments]
+    return worst([run_faults(quick), run_between(quick, QUICK_SUITE), run_gin([*quick, "-k", GIN_QUICK])])
 
 
 def environment(network: Network) -> dict[str, str]:
@@ -109,17 +114,41 @@ def run_apart(arguments: Sequence[str]) -> int:
         return subprocess.call([*PYTEST, *suite, *chosen], env=environment(network))
 
 
-def run_hosts(arguments: Sequence[str]) -> int:
-    """Emulated GPUs on two hosts: the tests of this folder that want them, and a part of the suite."""
+def emulated_library() -> dict[str, str]:
+    """The environment in which Python has the library of emulated GPUs, which is built; empty if it cannot be."""
     sys.path.append(str(HERE.parent / "emulator"))
     import run as emulator
 
     if not emulator.build("tokenway_emulated"):
-        return skip(emulator.NOTHING)
-    library = {
+        return {}
+    return {
         "PYTHONPATH": str(emulator.ROOT / "python"),
         "TOKENWAY_LIBRARY": str(emulator.BUILD / "emulator" / "libtokenway.so"),
+        "CUDA_LAUNCH_BLOCKING": "1",  # as emulated_backend has it
+        "TOKENWAY_BLOCKING": "1",
     }
+
+
+def run_gin(arguments: Sequence[str]) -> int:
+    """Emulated GPUs whose kernels post between hosts: faults, and a part of the suite on two hosts of two ranks."""
+    if not (library := emulated_library()):
+        return skip(NO_EMULATOR)
+    chosen = [*arguments, "--capture=sys", "-k"]
+    faults = subprocess.call(
+        [*PYTEST, str(HERE / "test_faults.py"), *chosen, f"emulated-gin and {keyword(arguments)}"],
+        env=os.environ | library | {"OMP_NUM_THREADS": "1"},
+    )
+    suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in HOSTS_SUITE]
+    chosen = ["--backend", "emulated-gin", *chosen, keyword(arguments, "forked_child")]
+    with Network((2, 2)) as network:
+        rest = subprocess.call([*PYTEST, *suite, *chosen], env={"EXAMPLES": "6"} | environment(network) | library)
+    return worst([faults, rest])
+
+
+def run_hosts(arguments: Sequence[str]) -> int:
+    """Emulated GPUs on two hosts: the tests of this folder that want them, and a part of the suite."""
+    if not (library := emulated_library()):
+        return skip(NO_EMULATOR)
     suite = [str(HERE.parent / "py" / f"test_{name}.py") for name in HOSTS_SUITE]
     chosen = ["--backend", "emulated-hosts", "--capture=sys", "-m", "not long and not heavy"]
     # A child that a killed rank has forked keeps its connections open, and no other host sees its process.

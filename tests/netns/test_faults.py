@@ -6,6 +6,7 @@ import signal
 import time
 from typing import Any
 
+import emulated_backend
 import mishaps
 import player
 import pytest
@@ -15,7 +16,9 @@ from harness import AT_ONCE, PATIENT, Env, caught
 from wire import BAD
 from world import World
 
-BACKENDS = ("fabric", pytest.param("torch", marks=pytest.mark.long))
+# Emulated GPUs where the library has them, which run_all.py sees to.
+GPUS = pytest.mark.skipif(emulated_backend.missing() is not None, reason="the library has no emulated devices")
+BACKENDS = ("fabric", pytest.param("torch", marks=pytest.mark.long), pytest.param("emulated-gin", marks=GPUS))
 LONG = pytest.mark.long  # left out of run_all.py --quick, which has a death and a stop among its random rounds
 PAIR, UNLIKE, THREE = (2, 2), (1, 2, 3), (2, 2, 2)
 TIMEOUT = 4.0  # seconds after which a rank that says nothing is given up

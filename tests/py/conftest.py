@@ -47,12 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("strict", derandomize=True)
         settings.load_profile("strict")
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
-    if emulated := {"emulated", "emulated-alone", "emulated-hosts", "torch-emulated"} & set(harness.CHOSEN):
+    devices = {"emulated", "emulated-alone", "emulated-hosts", "emulated-gin", "torch-emulated"}
+    if emulated := devices & set(harness.CHOSEN):
         emulated_backend.prepare()
         if lacking := emulated_backend.missing():
             raise pytest.UsageError(f"--backend {min(emulated)}: {lacking}")
         os.environ.setdefault("EXAMPLES", "25")
-    gpus = {"nvlink", "nvlink-alone", "nccl"} & set(harness.CHOSEN)
+    gpus = {"nvlink", "nvlink-alone", "nccl", "gin"} & set(harness.CHOSEN)
     if not gpus:
         return
     # The suite expects a call's own errors from that call, as the CPU backend has it.

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import gin_backend
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
 from emulated_backend import Alone, Emulated, Hosts, Staged
@@ -97,12 +98,16 @@ class Cpu:
 
 
 BACKENDS: dict[str, Any] = {"cpu": Cpu, "nvlink": Cuda, "emulated": Emulated, "torch-emulated": Staged, "nccl": Nccl}
-BACKENDS |= variants(Cpu) | {
-    "fabric": made_of(Cpu),
-    "emulated-alone": Alone,
-    "emulated-hosts": Hosts,
-    "nvlink-alone": OwnDevice,
-}
+BACKENDS |= (
+    gin_backend.BACKENDS
+    | variants(Cpu)
+    | {
+        "fabric": made_of(Cpu),
+        "emulated-alone": Alone,
+        "emulated-hosts": Hosts,
+        "nvlink-alone": OwnDevice,
+    }
+)
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
 
 

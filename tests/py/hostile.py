@@ -392,6 +392,7 @@ class Torment:
         places = [self.rng.choice((0, *[ctypes.addressof(t)] * 9)) for t in texts]
         self.call("twEnvironment", self.rng.choice(INT32), *places)
         self.call("twLibfabric", *places[:2])
+        self.call("twNccl", places[0])
         rank = ctypes.c_int32()
         comm = self.rng.choice((*BAD_POINTERS, self.comm.pointer))
         self.call("twCommRank", comm, self.rng.choice((0, ctypes.addressof(rank))), 0)

@@ -457,12 +457,18 @@ __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode 
   }
 }
 
-// Makes a step without rows, where the channel does not stand before the bank that the caller's view needs; so it moves
-// to that bank. All blocks wait here before they send, so all must be on the device at once (S8). False if the wait
-// failed.
-__device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) {
-  skipped.number -= 1;
-  if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
+// Waits, by a block, until all ranks' signals of a step have come, whatever they say.
+__device__ inline void await_all(const GroupView& g, const Step& step, Look look) {
+  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
+    const Source source = await_source(g, step, i, look, true);
+    if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.signal);
+    if (source.error == twPeerAborted) report_stopped(g, step, i, source.signal);
+  }
+  __syncthreads();
+}
+
+// Waits, by a block, until all ranks have left out a step without rows. False if the wait failed.
+__device__ __noinline__ static bool await_skip(const GroupView& g, Step skipped) {
   bool passed = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
@@ -476,6 +482,15 @@ __device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) 
     }
   }
   return __syncthreads_and(passed) != 0;
+}
+
+// Makes a step without rows, where the channel does not stand before the bank that the caller's view needs; so it moves
+// to that bank. All blocks wait here before they send, so all must be on the device at once (S8). False if the wait
+// failed.
+__device__ __noinline__ static bool skip_step(const GroupView& g, Step skipped) {
+  skipped.number -= 1;
+  if (blockIdx.x == 0) publish_empty(g, skipped, Mode::kSkip);
+  return await_skip(g, skipped);
 }
 
 }  // namespace tw::cuda

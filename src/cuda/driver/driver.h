@@ -21,6 +21,7 @@ namespace tw::cuda {
   } while (0)
 
 Status cuda_failure(const char* call, int error);
+inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
 
 // The driver's functions for virtual memory, and for what a device knows of it.
 struct Driver {

@@ -427,7 +427,7 @@ Status NvlinkBackend::run_refusal(StepPlace at, const Refusal& refusal, bool sen
   RefuseParams p{};
   p.group = view_at(at, context_.map, true);
   p.channel = at.channel;
-  p.bank = refusal.views || staged_ != nullptr ? at.bank() : -1;
+  p.bank = refusal.views || over_carrier() ? at.bank() : -1;
   p.status = refusal.combining == nullptr ? nullptr : refusal.combining->device.status;
   p.phase = refusal.phase;
   p.skips = refusal.skips ? 1 : 0;

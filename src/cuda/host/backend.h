@@ -14,8 +14,8 @@
 #include <mutex>
 #include <vector>
 
-#include "core/backend.h"
 #include "core/interrupt.h"
+#include "core/make_backend.h"
 #include "cuda/host/arena.h"
 #include "cuda/host/group_memory.h"
 #include "cuda/launch/choices.h"
@@ -29,8 +29,6 @@
 #include "cuda/transport/window.h"
 
 namespace tw::cuda {
-
-inline Status launched(const char* what, int error) { return error == 0 ? Status{} : cuda_failure(what, error); }
 
 // Gives the largest power of two up to 16 that divides everything.
 int width_of(std::initializer_list<uint64_t> values);
@@ -177,7 +175,7 @@ class NvlinkBackend : public Backend {
   void fill_receive_offsets(const DispatchCall& call, std::byte** receive_offset);
 
   Status make_arena(const BackendInit& init, uint64_t* tag);
-  Status share_arena(const NvlinkBackend& first);
+  Status share_arena(const BackendInit& init, uint64_t* tag);
   Status test_links(const BackendInit& init, bool may, uint64_t* tag);
   Status may_use_packets(bool* may);
   Status test_packets();
@@ -203,7 +201,7 @@ class NvlinkBackend : public Backend {
   // Makes a step (host/steps.cc): one kernel, or, over a staged transport, one before the moves and one behind them.
   // Without `sends` the step was sent alone before, and is finished now.
   template <class Call, class MakeBlocks, class Run>
-  Status make(const Call& call, bool sends, MakeBlocks&& blocks, Run&& run);
+  Status make(const Call& call, twPhase_t phase, bool sends, MakeBlocks&& blocks, Run&& run);
   Status make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends);
   Status make_combine(const CombineCall& call, HandleArrays& handle, bool sends);
   Status make_counts(const CountsCall& call, HandleArrays& handle, bool sends);
@@ -220,13 +218,14 @@ class NvlinkBackend : public Backend {
   static Blocks combined(const WindowMap& map, int32_t bound, bool values);
   Blocks counted() const;
   Blocks collected(const CollectiveMap& places) const;
+  Blocks shared(const CollectiveMap& places) const;
   template <class Run>
-  Status send_staged(StepPlace at, const Blocks& blocks, bool send_only, void* stream, Run&& run);
+  Status send_staged(const MovedStep& step, const Blocks& blocks, bool send_only, Run&& run);
   template <class Run>
-  Status arrive(StepPlace at, bool at_once, void* stream, Run&& run);
+  Status arrive(const MovedStep& step, bool at_once, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
-  uint64_t bank_at(StepPlace at) const { return context_.map.bank(at.channel, at.bank()); }
-  int bank_of(StepPlace at) const { return staged_ != nullptr ? at.bank() : -1; }
+  bool over_carrier() const { return staged_ != nullptr && staged_->over_carrier(); }
+  int bank_of(StepPlace at) const { return over_carrier() ? at.bank() : -1; }
   bool fill_copy(const DispatchCall& call, const HandleArrays& handle, ViewParams* params);
   Status run_by_expert(const DispatchCall& call, const Budget& budget, const HandleArrays& handle,
                        const DispatchParams& dispatch, bool* placed);

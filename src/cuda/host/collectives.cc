@@ -44,7 +44,7 @@ Status NvlinkBackend::run_collective(const CollectiveCall& call, bool send, bool
   p.at = collective_;
   p.group = view_at(call.at, context_.map, !call.send_only);
   p.channel = call.at.channel;
-  p.bank = call.views || staged_ != nullptr ? call.at.bank() : -1;
+  p.bank = call.views || over_carrier() ? call.at.bank() : -1;
   p.bound = call.bound;
   p.send = send;
   p.receive = receive;

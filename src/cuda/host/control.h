@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "bootstrap/shared_memory.h"
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cuda/driver/driver.h"
 #include "cuda/launch/state.h"
 

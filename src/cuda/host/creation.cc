@@ -9,6 +9,8 @@
 #include "cuda/host/backend.h"
 #include "cuda/launch/loading.h"
 #include "cuda/launch/steps.h"
+#include "cuda/transport/carrier.h"
+#include "cuda/transport/posted.h"
 #include "exchange/notes.h"
 
 namespace tw::cuda {
@@ -36,19 +38,21 @@ Status meet(const BackendInit& init, uint64_t* tag, const char* occasion, const 
 // Makes the window, the control pages and, between devices apart, the transport.
 Status NvlinkBackend::make_arena(const BackendInit& init, uint64_t* tag) {
   arena_ = std::make_shared<DeviceArena>();
-  const bool staged = init.carrier != nullptr;
-  const Status mapped = staged ? make_own_window(init, &windows_) : map_device_windows(init, *tag, &windows_);
-  ++*tag;
-  if (staged) {
+  if (init.posts()) {
+    TW_RETURN_IF_FAILED(PostedTransport::create(init, *tag, &windows_, &arena_->staged));
+    *tag += PostedTransport::kTags;
+  } else if (init.carrier != nullptr) {
+    const Status mapped = make_own_window(init, &windows_);
     std::shared_ptr<DeviceMapping> own;
     if (mapped.ok()) own = windows_.by_rank[context_.me];
-    TW_RETURN_IF_FAILED(StagedTransport::create(init, *tag, mapped, std::move(own), &arena_->staged));
+    TW_RETURN_IF_FAILED(CarrierTransport::create(init, *tag, mapped, std::move(own), &arena_->staged));
     *tag += 2;
   } else {
+    const Status mapped = map_device_windows(init, (*tag)++, &windows_);
     TW_RETURN_IF_FAILED(meet(init, tag, "mapping windows", mapped));
   }
   std::unique_ptr<Control>& control = arena_->control;
-  const bool apart = staged || !init.bootstrap->shares_memory();
+  const bool apart = arena_->staged != nullptr || !init.bootstrap->shares_memory();
   const Status controlled = apart ? Control::create_apart(init, &control) : Control::create(init, *tag, &control);
   ++*tag;
   return meet(init, tag, "sharing control pages", controlled);
@@ -56,10 +60,12 @@ Status NvlinkBackend::make_arena(const BackendInit& init, uint64_t* tag) {
 
 // Takes over what the group has that makes the window. What may have been in the window's load statistics is of groups
 // that have ended on all ranks: nobody writes there any more.
-Status NvlinkBackend::share_arena(const NvlinkBackend& first) {
+Status NvlinkBackend::share_arena(const BackendInit& init, uint64_t* tag) {
+  const auto& first = static_cast<const NvlinkBackend&>(*init.arena);
   arena_ = first.arena_;
   windows_ = first.windows_;
-  if (arena_->staged != nullptr && shape().exact()) TW_RETURN_IF_FAILED(arena_->staged->make_arrivals());
+  if (init.posts()) *tag += PostedTransport::kTags;
+  if (arena_->staged != nullptr && shape().exact()) TW_RETURN_IF_FAILED(arena_->staged->make_arrivals(init));
   const uint64_t loads = WindowMap::loads_bytes(shape());
   for (int channel = 0; channel < shape().channels && loads > 0; ++channel) {
     TW_RETURN_IF_FAILED(clear(window() + context_.map.loads(channel, 0, 0), loads));
@@ -75,7 +81,7 @@ Status NvlinkBackend::open(const BackendInit& init) {
   uint64_t tag = init.tag;
   Status prepared;
   if (init.arena != nullptr) {
-    prepared = share_arena(static_cast<const NvlinkBackend&>(*init.arena));
+    prepared = share_arena(init, &tag);
   } else {
     TW_RETURN_IF_FAILED(make_arena(init, &tag));
   }

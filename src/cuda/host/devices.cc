@@ -2,11 +2,12 @@
 //
 // check_device takes a device's number, or -1 for the current one, which it fills in; it fails with twUnsupported where
 // no device can be used, and with twInvalidArgument where there is none of that number. device_memory gives the bytes
-// that are free.
+// that are free. try_network asks whether devices of several hosts have a network (transport/network.h).
 //
 // What breaks if this changes: messages and results that callers test. No invariant depends on it.
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cuda/driver/driver.h"
+#include "cuda/transport/network.h"
 
 namespace tw {
 
@@ -33,6 +34,16 @@ Status device_memory(int device, uint64_t* free) {
   TW_CUDA(cudaMemGetInfo(&now, &all));
   *free = now;
   return {};
+}
+
+Status try_network(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, int device) {
+  const cuda::OnDevice on(device);
+  BackendInit init;
+  init.bootstrap = &bootstrap;
+  init.members = members;
+  init.device = device;
+  std::unique_ptr<cuda::Network> network;
+  return cuda::connect_network(init, {&bootstrap, members, tag, deadline}, 1, &network);
 }
 
 }  // namespace tw

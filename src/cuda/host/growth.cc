@@ -9,6 +9,7 @@
 
 #include "cuda/host/backend.h"
 #include "cuda/launch/loading.h"
+#include "cuda/transport/posted.h"
 #include "exchange/notes.h"
 
 namespace tw::cuda {
@@ -43,10 +44,12 @@ Status NvlinkBackend::prepare_growth(const BackendInit& init, WindowMap* grown) 
   if (prepared.ok()) prepared = budget_for(grown->shape(), &larger_.budget);
   if (prepared.ok()) prepared = memory_->make_marks(grown->shape(), &larger_.marks);
   if (prepared.ok()) prepared = launched("loading the kernels", load_kernels(grown->shape()));
-  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + 1, init.deadline, "mapping windows", prepared));
+  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + PostedTransport::kTags, init.deadline,
+                            "mapping windows", prepared));
   if (view_.packet_tokens == 0)
     larger_.budget.packet_tokens = 0;  // the links have not passed the test, or are not used
-  return least(init, init.tag + 2, {&larger_.budget.packet_tokens, &larger_.budget.summed_tail});
+  return least(init, init.tag + PostedTransport::kTags + 1,
+               {&larger_.budget.packet_tokens, &larger_.budget.summed_tail});
 }
 
 void NvlinkBackend::end_growth(bool grown, bool certain) {

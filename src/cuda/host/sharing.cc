@@ -53,11 +53,12 @@ Status NvlinkBackend::run_sharing(const SharingCall& call, HandleArrays& handle,
 }
 
 Status NvlinkBackend::keep_sharing_pace(const SharingCall& call) {
-  if (staged_ == nullptr) return {};
+  if (!over_carrier()) return {};
   const OnDevice on(device_);
   remember(call.stream);
-  TW_RETURN_IF_FAILED(staged_->start(call.at, bank_at(call.at), collected(call.places), true, call.stream));
-  return staged_->join(call.at.channel, call.stream);
+  const MovedStep step{call.at, twPhaseGather, call.stream, true};
+  TW_RETURN_IF_FAILED(staged_->start(view_, step, shared(call.places), true));
+  return staged_->join(view_, step, false);
 }
 
 Status NvlinkBackend::run_digest(HandleArrays& handle, bool capturing, void* stream) {

@@ -1,5 +1,6 @@
 // How a step is made. Where devices write into each other's windows, by one kernel; over a staged transport, by a
-// kernel that lays out what goes to each rank, the moves behind it, and a kernel that shows or sums what has come.
+// kernel that lays out what goes to each rank, the moves behind it (a carrier's, or posts), and a kernel that shows or
+// sums what has come.
 //
 // Takes a call and a function that launches its kernels (run(send, receive)); gives the launches and moves, in stream
 // order.
@@ -27,9 +28,11 @@ Blocks NvlinkBackend::dispatched(const WindowMap& map, int channel, int32_t boun
   Blocks blocks;
   const auto rows = static_cast<uint64_t>(bound);
   for (int q = 0; q < map.shape().payloads; ++q) {
-    blocks.regions.push_back({map.payload_begin(q), rows * map.shape().payload_bytes[q]});
+    const uint64_t row = map.shape().payload_bytes[q];
+    blocks.regions.push_back({map.payload_begin(q), rows * row, row});
   }
-  blocks.regions.push_back({map.meta_begin(), rows * meta_bytes(map.shape().top_k)});
+  const uint64_t meta = meta_bytes(map.shape().top_k);
+  blocks.regions.push_back({map.meta_begin(), rows * meta, meta});
   blocks.land = map.shape().exact();
   if (shape().counts_loads != 0) {
     blocks.loads = {context_.map.loads(channel, 0, 0), sizeof(uint64_t) * WindowMap::loads_words(shape())};
@@ -41,8 +44,10 @@ Blocks NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values)
   const auto rows = static_cast<uint64_t>(bound);
   const Shape& shape = map.shape();
   const auto each = static_cast<uint64_t>(shape.per_expert != 0 ? shape.top_k : 1);
-  Blocks blocks{{{0, rows * each * shape.combine_bytes}}};
-  if (values) blocks.regions.push_back({map.values_begin(), rows * choice_bytes(map.shape().top_k)});
+  const uint64_t row = each * shape.combine_bytes;
+  Blocks blocks{{{0, rows * row, row}}};
+  const uint64_t value = choice_bytes(map.shape().top_k);
+  if (values) blocks.regions.push_back({map.values_begin(), rows * value, value});
   return blocks;
 }
 
@@ -51,8 +56,18 @@ Blocks NvlinkBackend::counted() const { return {{{0, WindowMap::counts_bytes(sha
 Blocks NvlinkBackend::collected(const CollectiveMap& places) const {
   Blocks blocks;
   for (int q = 0; q < places.tensors; ++q) {
-    blocks.regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * places.row_bytes[q]});
+    const uint64_t row = places.row_bytes[q];
+    blocks.regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * row, row});
   }
+  return blocks;
+}
+
+// Sums go to the ranks of the set alone, and their signals tell of no rows (exchange/token_replicas.h).
+Blocks NvlinkBackend::shared(const CollectiveMap& places) const {
+  Blocks blocks = collected(places);
+  for (Region& region : blocks.regions) region.row = 0;
+  blocks.first = context_.replicas.first;
+  blocks.ranks = context_.replicas.size;
   return blocks;
 }
 
@@ -71,21 +86,27 @@ bool NvlinkBackend::in_trouble() const {
 // Sends a step over the staged transport, and receives it unless `send_only`; `run(send, receive)` launches. What could
 // not be moved does not come: the kernel that waits for it finds that out, and who is to blame.
 template <class Run>
-Status NvlinkBackend::send_staged(StepPlace at, const Blocks& blocks, bool send_only, void* stream, Run&& run) {
+Status NvlinkBackend::send_staged(const MovedStep& step, const Blocks& blocks, bool send_only, Run&& run) {
+  const OnDevice on(device_);
+  const GroupView view = view_at(step.at, context_.map, true);
+  TW_RETURN_IF_FAILED(staged_->begin(view, step));
   TW_RETURN_IF_FAILED(run(true, false));
-  Status started = staged_->start(at, bank_at(at), blocks, !send_only, stream);
+  Status started = staged_->start(view, step, blocks, !send_only);
   const bool alone = !started.ok() && !in_trouble();
   if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
   if (alone) return started;
-  return send_only ? Status{} : arrive(at, true, stream, run);
+  return send_only ? Status{} : arrive(step, true, run);
 }
 template <class Run>
-Status NvlinkBackend::arrive(StepPlace at, bool at_once, void* stream, Run&& run) {
+Status NvlinkBackend::arrive(const MovedStep& step, bool at_once, Run&& run) {
   const OnDevice on(device_);
-  if (!at_once) {
-    TW_RETURN_IF_FAILED(launched("a wait", launch_await({view_at(at, context_.map, true), at.channel}, stream)));
+  // Kernels that sum, and those that put rows together, begin with what has come.
+  const bool waits = step.phase == twPhaseCounts || (step.phase == twPhaseDispatch && !shape().exact());
+  const GroupView view = view_at(step.at, context_.map, true);
+  if (!at_once && over_carrier()) {
+    TW_RETURN_IF_FAILED(launched("a wait", launch_await({view, step.at.channel}, step.stream)));
   }
-  if (!staged_->join(at.channel, stream).ok() && is_interrupted_now()) {
+  if (!staged_->join(view, step, waits).ok() && is_interrupted_now()) {
     return fail(twInterrupted, "interrupted in a step that a carrier moves");
   }
   return run(false, true);
@@ -100,20 +121,33 @@ Status NvlinkBackend::land_rows(const DispatchCall& call, HandleArrays& handle) 
   p.channel = call.at.channel;
   p.bank = call.at.bank();
   p.bound = call.bound;
-  p.from = staged_->receive_offset(call.at.channel);
+  p.from = staged_->receive_offset(call.at);
   return launched("rows of a dispatch", launch_land(p, view_blocks(limited(budget_, call.sm_limit)), call.stream));
 }
 
+namespace {
+
+// Whether a view is in the bank that the host has named.
+bool has_bank(const DispatchCall&) { return true; }
+bool has_bank(const CollectiveCall& call) { return call.views; }
+template <class Call>
+bool has_bank(const Call&) {
+  return false;
+}
+
+}  // namespace
+
 template <class Call, class MakeBlocks, class Run>
-Status NvlinkBackend::make(const Call& call, bool sends, MakeBlocks&& blocks, Run&& run) {
+Status NvlinkBackend::make(const Call& call, twPhase_t phase, bool sends, MakeBlocks&& blocks, Run&& run) {
   if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
-  if (!sends) return arrive(call.at, false, call.stream, run);
-  return send_staged(call.at, blocks(), call.send_only, call.stream, run);
+  const MovedStep step{call.at, phase, call.stream, has_bank(call)};
+  if (!sends) return arrive(step, false, run);
+  return send_staged(step, blocks(), call.send_only, run);
 }
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, [&] { return dispatched(call.rows.map, call.at.channel, call.bound); },
+      call, twPhaseDispatch, sends, [&] { return dispatched(call.rows.map, call.at.channel, call.bound); },
       [&](bool send, bool receive) -> Status {
         if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
         return run_dispatch(call, handle, send, receive);
@@ -122,7 +156,7 @@ Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& hand
 
 Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
+      call, twPhaseCombine, sends, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
       [&](bool send, bool receive) -> Status {
         if (send) TW_RETURN_IF_FAILED(put_values(call, handle));
         TW_RETURN_IF_FAILED(run_combine(call, handle, send, receive));
@@ -132,24 +166,24 @@ Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle
 
 Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, sends, [&] { return counted(); },
+      call, twPhaseCounts, sends, [&] { return counted(); },
       [&](bool send, bool receive) { return run_counts(call, handle, send, receive); });
 }
 
 Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
   return make(
-      call, sends, [&] { return collected(call.places); },
+      call, call.reduces ? twPhaseReduce : twPhaseGather, sends, [&] { return collected(call.places); },
       [&](bool send, bool receive) { return run_collective(call, send, receive); });
 }
 
 Status NvlinkBackend::make_sharing(const SharingCall& call, HandleArrays& handle) {
   return make(
-      call, true, [&] { return collected(call.places); },
+      call, twPhaseGather, true, [&] { return shared(call.places); },
       [&](bool send, bool receive) { return run_sharing(call, handle, send, receive); });
 }
 
 bool NvlinkBackend::describe(twPortableInfo_t* info) const {
-  if (staged_ == nullptr) return false;
+  if (!over_carrier()) return false;
   info->strategy = twRouted;
   info->channel = staged_->carrier_channel();
   for (const Region& region : dispatched(context_.map, 0, shape().max_tokens).regions)
@@ -159,23 +193,24 @@ bool NvlinkBackend::describe(twPortableInfo_t* info) const {
 
 bool NvlinkBackend::can_refuse(const Refusal& refusal) const {
   const bool collects = refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce;
-  return staged_ == nullptr || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
+  return !over_carrier() || (refusal.bound >= 0 && (!collects || refusal.places.tensors > 0));
 }
 
 Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const CombineRows& sent, void* stream) {
-  if (staged_ == nullptr) return {};
+  if (!over_carrier()) return {};
   const OnDevice on(device_);
   remember(stream);
-  TW_RETURN_IF_FAILED(staged_->start(at, bank_at(at), combined(sent.map, bound, sent.values), true, stream));
-  return staged_->join(at.channel, stream);
+  const MovedStep step{at, twPhaseCombine, stream, true};
+  TW_RETURN_IF_FAILED(staged_->start(view_, step, combined(sent.map, bound, sent.values), true));
+  return staged_->join(view_, step, false);
 }
 
 Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
   const auto run = [&](bool, bool) { return run_refusal(at, sent, false, true); };
-  return staged_ != nullptr ? arrive(at, false, sent.stream, run) : run(false, true);
+  return staged_ != nullptr ? arrive({at, sent.phase, sent.stream, sent.views}, false, run) : run(false, true);
 }
 
-// Over a staged transport the peers' moves are made with the refusal, or they would not end.
+// Over a carrier the peers' moves are made with the refusal, or they would not end. What is posted are signals alone.
 Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (staged_ == nullptr) return run_refusal(at, refusal, true, true);
   const int32_t bound = refusal.bound > 0 ? refusal.bound : refusal.map.shape().default_bound();
@@ -184,7 +219,7 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (refusal.phase == twPhaseCombine) blocks = combined(refusal.map, bound, refusal.values);
   if (refusal.phase == twPhaseCounts) blocks = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) blocks = collected(refusal.places);
-  return send_staged(at, blocks, false, refusal.stream,
+  return send_staged({at, refusal.phase, refusal.stream, refusal.views}, blocks, false,
                      [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }
 

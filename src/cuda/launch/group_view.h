@@ -13,6 +13,7 @@
 #include "cuda/launch/expert_tables.h"
 #include "cuda/launch/state.h"
 #include "exchange/routing.h"
+#include "layout/posts_map.h"
 #include "layout/window_map.h"
 
 namespace tw::cuda {
@@ -32,23 +33,18 @@ struct GroupView {
   ControlPage* const* pages;       // [N]
   // The next two are for a staged transport, else NULL. `out`: the memory for what goes out, with a block for each rank
   // in place of its window. It is given as the address at which a window would begin whose bank of this step is that
-  // memory. `out_signals`: this rank's signals, [N], and behind them, at outgoing_loads, what it tells of loads.
+  // memory; where blocks are posted, whose two banks are. `out_signals`: this rank's signals, [N], and behind them, at
+  // outgoing_loads, what it tells of loads; where blocks are posted, those of bank 0.
   std::byte* out;
   std::byte* out_signals;
   int32_t waits;  // 1: the wait for the end of the step follows at once
+  int32_t posts;  // bytes from one bank's out_signals to the next, where blocks are posted; 0: a carrier moves them
   DeviceState* state;
   ChannelState* channels;
   uint32_t* marks;  // [channels, mark_words] which tokens of each 32 go to each rank (device/routing.cuh)
   uint64_t timeout_ns;
   LoadsView loads;
 };
-
-// Gives where a channel's outgoing load statistics begin behind its outgoing signals, over a staged transport: words of
-// exchange/loads.h for each rank, [N, loads_words].
-constexpr uint64_t outgoing_loads(int ranks) {
-  const uint64_t signals = kSignalStride * static_cast<uint64_t>(ranks);
-  return (signals + kPageAlignment - 1) / kPageAlignment * kPageAlignment;
-}
 
 // Gives how many words of marks a channel has, [groups of tokens, N]. It is 0 if there is one round alone, whose marks
 // stay in the block that makes them. Exact layouts keep theirs in handles. (The shape of a group of both modes and that

@@ -37,17 +37,9 @@ int load_dispatch_by_expert(const Shape& shape);
 int load_index_lists(const Shape& shape);
 int load_source_counts(const Shape& shape);
 int load_land();
+int load_posts();
 
 namespace {
-
-__device__ void wait_out(const GroupView& g, const Step& step) {
-  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
-    const Source source = await_source(g, step, i, Look::kTakesPart, true);
-    if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.signal);
-    if (source.error == twPeerAborted) report_stopped(g, step, i, source.signal);
-  }
-  __syncthreads();
-}
 
 // Tells the peers, which wait in the same call, and waits for their signals: S2 wants the step's end before the next
 // one begins. A refused dispatch takes the step that the dispatch would have taken: see device/wait.cuh, skip_step.
@@ -63,7 +55,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
   __syncthreads();
   if (p.bank >= 0 && static_cast<int>(step.number & 1) != p.bank) {
     publish_empty(p.group, step, Mode::kSkip);
-    wait_out(p.group, step);
+    await_all(p.group, step, Look::kTakesPart);
     ++step.number;
   }
   if (threadIdx.x == 0) clear_counters(p.group, step);
@@ -73,7 +65,7 @@ __global__ void refuse_kernel(const __grid_constant__ RefuseParams p) {
     if (threadIdx.x == 0) say_sent(p.group, step, true);
   }
   if (!p.receive) return;
-  wait_out(p.group, step);
+  await_all(p.group, step, Look::kTakesPart);
   if (threadIdx.x == 0) end_step(p.group, step, begin_end(p.group, step));
 }
 
@@ -160,6 +152,7 @@ int load_kernels(const Shape& shape) {
         load_sharing, load_rank_view, load_expert_view, load_few_rows_view, load_index_lists, load_source_counts}) {
     if (const int error = load(shape); error != 0) return error;
   }
+  if (const int error = load_posts(); error != 0) return error;
   return load_land();
 }
 

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "bootstrap/host.h"
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cuda/transport/window.h"
 
 namespace tw::cuda {
@@ -68,6 +68,7 @@ CUmemAllocationProp properties(int device, HandleKinds kinds) {
   const int types = (kinds.descriptors ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : 0) |
                     (kinds.fabric ? CU_MEM_HANDLE_TYPE_FABRIC : 0);
   prop.requestedHandleTypes = static_cast<CUmemAllocationHandleType>(types);
+  prop.allocFlags.gpuDirectRDMACapable = kinds.network ? 1 : 0;
   return prop;
 }
 

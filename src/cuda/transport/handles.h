@@ -16,6 +16,7 @@ namespace tw::cuda {
 struct HandleKinds {
   bool descriptors = false;
   bool fabric = false;
+  bool network = false;  // not a handle: the memory may be registered with a NIC, as the network's must be
 };
 
 // What a rank says of memory that it gives. A descriptor, if any, goes beside it.

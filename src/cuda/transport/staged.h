@@ -1,29 +1,33 @@
-// The staged transport: how a step's rows move where a group's devices do not reach each other's memory. Kernels write
-// a block for each rank into memory of their own device, laid out as a bank of a window is, and the carrier's
-// collectives move the blocks into the windows, behind the kernels on their stream.
+// Staged transport: how a step's rows move where a group's devices do not reach each other's memory. Kernels write a
+// block for each rank into memory of their own device, laid out as a bank of a window is, and what comes behind them on
+// their stream moves the blocks into the windows: a carrier's collectives (carrier.h), or kernels that post them
+// (posted.h).
 //
 // Takes a step's place and the parts of its bank that hold something; gives a window in which they lie when what join()
-// has put on the stream is done. Blocks of one step have one size, which follows from the call's bound and the group's
-// rows, so the host need not know how many rows there are.
+// has put on the stream is done, or, where they are posted, when the step's signals are there. Blocks of one step have
+// one size, which follows from the call's bound and the group's rows, so the host need not know how many rows there
+// are.
 //
-// What breaks if this changes: S1 (the host names the bank) and S4 (the stream's order stands for the fence).
+// What breaks if this changes: S1 (over a carrier the host names the bank) and S4 (signals are moved behind rows).
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cuda/driver/driver.h"
 #include "cuda/launch/group_view.h"
 #include "cuda/transport/window.h"
 
 namespace tw::cuda {
 
-// A part of a bank that a step moves: its offset in the bank, and the bytes of one rank's block.
+// A part of a bank that a step moves: its offset in the bank, the bytes of one rank's block, and those of each of the
+// rows that the block's signal tells of; 0: the block is whole whatever that says.
 struct Region {
   uint64_t begin;
   uint64_t bytes;
+  uint64_t row = 0;
 };
 
 // What the moves of a step bring: regions of its bank or, if they `land`, of where rows arrive that are put together
@@ -32,64 +36,48 @@ struct Blocks {
   std::vector<Region> regions;
   bool land = false;
   Region loads{};
+  int first = 0;  // ranks from here on, so many, get regions; 0: all. Who knows that moves less
+  int ranks = 0;
+};
+
+// What a step is, to those that move it.
+struct MovedStep {
+  StepPlace at;
+  twPhase_t phase;
+  void* stream;
+  bool has_bank;  // a view is in the bank of `at`; over a carrier that is every step's
 };
 
 class StagedTransport {
  public:
-  // Makes the transport of a group. Collective; uses `tag`. `window` is this rank's. A failed `ready` is told to the
-  // peers, and every rank fails.
-  static Status create(const BackendInit& init, uint64_t tag, const Status& ready,
-                       std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made);
-  ~StagedTransport();
-  StagedTransport(const StagedTransport&) = delete;
-  StagedTransport& operator=(const StagedTransport&) = delete;
+  virtual ~StagedTransport() = default;
 
-  // Tells the kernels of a step where to write: sets view->out and view->out_signals.
+  // Tells the kernels of a step where to write: sets view->out and view->out_signals, and who moves that.
   // `map`: that of the step's rows.
-  void place(StepPlace at, const WindowMap& map, GroupView* view) const;
-  // Makes memory for receive_offset(), for a group in high throughput; if there is some, nothing.
-  Status make_arrivals();
+  virtual void place(StepPlace at, const WindowMap& map, GroupView* view) const = 0;
+  // Makes memory for receive_offset(), for a group in high throughput; if there is some, nothing. Collective.
+  virtual Status make_arrivals(const BackendInit& init) = 0;
   // Where rows of a dispatch arrive that are put together afterwards, in high throughput alone.
-  const std::byte* receive_offset(int channel) const { return arrivals_at(channel); }
+  virtual const std::byte* receive_offset(StepPlace at) const = 0;
 
-  // Begins to move the signals and the blocks of a step, into the bank at that offset of the window or, if they `land`,
-  // to receive_offset().
-  Status start(StepPlace at, uint64_t bank, const Blocks& blocks, bool at_once, void* stream);
-  // Makes whatever comes next on the stream follow that move.
-  Status join(int channel, void* stream);
-  // Makes memory for what goes out by a larger map, and room for what comes in by it, apart from the window: *grown
-  // becomes a map of there. What graphs and moves of before use stays until the group ends. end_growth: see Backend.
-  Status prepare_growth(const BackendInit& init, WindowMap* grown);
-  void end_growth(bool grown);
-  // What the carrier has given for these ranks; -1: one rank alone.
-  int64_t carrier_channel() const { return carrier_channel_; }
+  // Comes before the kernels of a step that sends. `view`: the group's.
+  virtual Status begin(const GroupView& view, const MovedStep& step) = 0;
+  // Begins to move the signals and the blocks of a step, into its bank or, if they `land`, to receive_offset().
+  virtual Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) = 0;
+  // Makes whatever comes next on the stream follow that move. `waits`: the kernel behind it waits for signals before it
+  // looks at rows.
+  virtual Status join(const GroupView& view, const MovedStep& step, bool waits) = 0;
+  // Whether hosts must make the same moves as their peers, also where their kernels have nothing to send; then a rank's
+  // host watches how far its steps are, too.
+  virtual bool over_carrier() const = 0;
+  // Makes memory for what goes out by a larger map, and room for what comes in by it. What graphs and moves of before
+  // use stays until the group ends. end_growth: see Backend. Collective; uses tags from init.tag on.
+  virtual Status prepare_growth(const BackendInit& init, WindowMap* grown) = 0;
+  virtual void end_growth(bool grown) = 0;
+  // What the carrier has given for these ranks; -1: there is none.
+  virtual int64_t carrier_channel() const { return -1; }
   // Ends the moves that are under way, soon; may be called from any thread.
-  void abort();
-
- private:
-  explicit StagedTransport(const BackendInit& init);
-  uint64_t channel_bytes_of(const WindowMap& map) const { return bank_at_ + map.bank_bytes(); }
-  bool ended() const { return calls_.ended != nullptr && __atomic_load_n(calls_.ended, __ATOMIC_ACQUIRE) != 0; }
-  std::byte* channel_at(int channel) const { return memory_ + channel_bytes_ * static_cast<uint64_t>(channel); }
-  std::byte* loads_of(int channel) const { return channel_at(channel) + outgoing_loads(map_.shape().ranks); }
-  std::byte* bank_of(int channel) const { return channel_at(channel) + bank_at_; }
-  std::byte* arrivals_at(int channel) const { return arrivals_ + map_.bank_bytes() * static_cast<uint64_t>(channel); }
-
-  WindowMap map_;  // the arena's: its groups may end before this does
-  WindowMap next_map_;
-  const twCarrier_t calls_;
-  const int device_;
-  int64_t carrier_channel_ = -1;
-  std::shared_ptr<DeviceMapping> window_;
-  std::byte* memory_ = nullptr;
-  std::byte* arrivals_ = nullptr;   // NULL: no group has needed it yet
-  std::vector<std::byte*> former_;  // such memory of smaller maps
-  std::byte* next_memory_ = nullptr;
-  std::byte* next_arrivals_ = nullptr;
-  std::shared_ptr<DeviceMapping> next_region_;
-  uint64_t bank_at_ = 0;  // in a channel, behind signals and load statistics
-  uint64_t channel_bytes_ = 0;
-  std::atomic<bool> aborted_ = false;
+  virtual void abort() = 0;
 };
 
 }  // namespace tw::cuda

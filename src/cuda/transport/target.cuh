@@ -2,11 +2,15 @@
 // how a peer is reached, so another transport (a network's) is added in this room alone. Takes a GroupView; gives
 // addresses, and answers about the transport.
 //
-// Two transports are known. Windows: all devices of the group map each other's windows, and a store is at its place at
-// once. Staged: nobody writes to a peer; rows and signals for it go into this rank's own outgoing blocks, by rank where
-// a window has them by source, and a carrier's collectives behind the kernel move them (staged.h). Then nobody but this
-// rank's own stream writes into its window either, so its banks are its own affair: the host names one, and a step is
-// left out where the number would give the other, without a signal to the peers, who all do so alike.
+// Three transports are known. Windows: all devices of the group map each other's windows, and a store is at its place
+// at once. Staged: nobody writes to a peer; rows and signals for it go into this rank's own outgoing blocks, by rank
+// where a window has them by source, and what comes behind the kernel moves them (staged.h).
+//
+// Where a carrier's collectives do that, nobody but this rank's own stream writes into its window either, so its banks
+// are its own affair: the host names one, and a step is left out where the number would give the other, without a
+// signal to the peers, who all do so alike. Where kernels post the blocks (posted.h), peers write into the window as
+// they do where it is mapped, so kernels count its banks, and a step that is left out for the sake of a view is one of
+// all ranks, which a kernel before makes.
 //
 // What breaks if this changes: S1 and S2, where two ranks no longer agree which block of memory a step is in.
 #pragma once
@@ -17,6 +21,8 @@
 namespace tw::cuda {
 
 __device__ inline bool is_staged(const GroupView& g) { return g.out != nullptr; }
+// Whether a carrier's collectives move the blocks, in stream order.
+__device__ inline bool over_carrier(const GroupView& g) { return is_staged(g) && g.posts == 0; }
 
 // ---- Addresses
 
@@ -36,20 +42,21 @@ __device__ inline int source_at(const GroupView& g, int rank) { return is_staged
 
 // Gives where this rank's signal of a step for a rank goes.
 __device__ inline std::byte* signal_target(const GroupView& g, int channel, int bank, int rank) {
-  if (is_staged(g)) return g.out_signals + kSignalStride * static_cast<uint32_t>(rank);
+  if (is_staged(g)) return g.out_signals + g.posts * bank + kSignalStride * static_cast<uint32_t>(rank);
   return window_of(g, rank) + g.map.signal(channel, bank, g.me);
 }
 
-// Gives in which bank of the load statistics the words of a dispatch come to lie. Over a staged transport one bank is
-// enough: the move of a dispatch's words comes behind the kernel that takes those of the one before.
+// Gives in which bank of the load statistics the words of a dispatch come to lie. Over a carrier one bank is enough:
+// the move of a dispatch's words comes behind the kernel that takes those of the one before.
 __device__ inline int loads_bank(const GroupView& g, uint32_t dispatch) {
-  return is_staged(g) ? 0 : static_cast<int>(dispatch % WindowMap::kLoadsBanks);
+  return over_carrier(g) ? 0 : static_cast<int>(dispatch % WindowMap::kLoadsBanks);
 }
 // Gives where this rank's words of a dispatch for a rank go (exchange/loads.h).
 __device__ inline std::byte* loads_target(const GroupView& g, int channel, uint32_t dispatch, int rank) {
   if (!is_staged(g)) return window_of(g, rank) + g.map.loads(channel, loads_bank(g, dispatch), g.me);
   const uint64_t words = WindowMap::loads_words(g.map.shape()) * static_cast<uint64_t>(rank);
-  return g.out_signals + outgoing_loads(g.map.shape().ranks) + sizeof(uint64_t) * words;
+  return g.out_signals + g.posts * static_cast<int>(dispatch & 1) + outgoing_loads(g.map.shape().ranks) +
+         sizeof(uint64_t) * words;
 }
 
 // Gives a partial's place in its owner's inbox, as an offset from target_of: by the owner's token and position where
@@ -90,10 +97,10 @@ __device__ inline bool signals_parts(const GroupView& g) { return !is_staged(g);
 // Whether peers are told of a step that is left out for the sake of its bank.
 __device__ inline bool tells_skips(const GroupView& g) { return !is_staged(g); }
 // Whether the host watches how far this rank's steps are, and must be told.
-__device__ inline bool tells_host(const GroupView& g) { return is_staged(g); }
+__device__ inline bool tells_host(const GroupView& g) { return over_carrier(g); }
 
 __device__ inline void begin_at_bank(const GroupView& g, int bank, uint64_t* number) {
-  if (is_staged(g) && static_cast<int>(*number & 1) != bank) ++*number;
+  if (over_carrier(g) && static_cast<int>(*number & 1) != bank) ++*number;
 }
 
 }  // namespace tw::cuda

@@ -77,10 +77,9 @@ std::vector<int> readers_of(const BackendInit& init) {
   return readers;
 }
 
-// The kinds of handles that windows are made for.
-HandleKinds kinds_for(const BackendInit& init, const Driver& driver) {
-  if (init.bootstrap->in_process()) return {};
-  return {init.bootstrap->shares_memory(), knows_fabric_handles(driver, init.device)};
+// This rank's number among the members.
+int own_number(const BackendInit& init) {
+  return static_cast<int>(std::ranges::find(init.members, init.bootstrap->rank()) - init.members.begin());
 }
 
 // Exports the last part of a rank's window to other processes: a fabric handle, and a descriptor for ranks that cannot
@@ -162,6 +161,18 @@ Status note_link(const std::vector<Uuid>& here, int own, const Domain& domain, c
 
 Status clear(std::byte* memory, uint64_t bytes) {
   return do_apart([&](cudaStream_t stream) { return cudaMemsetAsync(memory, 0, bytes, stream); });
+}
+
+Status fill(std::byte* memory, const void* from, uint64_t bytes) {
+  return do_apart(
+      [&](cudaStream_t stream) { return cudaMemcpyAsync(memory, from, bytes, cudaMemcpyHostToDevice, stream); });
+}
+
+HandleKinds handle_kinds(const BackendInit& init, const Driver& driver) {
+  if (init.bootstrap->in_process()) return {};
+  // Between hosts the ranks of one host alone map each other's memory, and a network reaches it.
+  if (init.posts()) return {true, false, true};
+  return {init.bootstrap->shares_memory(), knows_fabric_handles(driver, init.device)};
 }
 
 DeviceMapping::UnmapsHere::UnmapsHere() { ++unmapping_here; }
@@ -354,7 +365,7 @@ Status DeviceMapping::export_to(Fd* fd) const {
   return {};
 }
 
-// The window comes from cudaMalloc, as the outgoing memory does (transport/staged.cc). Where NCCL's collectives are
+// The window comes from cudaMalloc, as the outgoing memory does (transport/carrier.cc). Where NCCL's collectives are
 // captured, NCCL has the peers map what it can export, which is virtual memory and not cudaMalloc's, and reads and
 // writes there without a copy. It asks each end for itself, but both must be so: a sender that is not never takes the
 // place that the receiver offers it, and the next collective waits for that place to be free (NCCL 2.29,
@@ -375,17 +386,22 @@ Status grow_own_window(const BackendInit& init, const WindowMap& grown, std::sha
 }
 
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows) {
-  const Context& context = *init.context;
+  const auto ready = [&](std::byte* window) { return prepare(*init.context, window); };
+  return share_device_memory(init, tag, init.context->map.bytes(), ready, windows);
+}
+
+Status share_device_memory(const BackendInit& init, uint64_t tag, uint64_t bytes,
+                           const std::function<Status(std::byte*)>& ready, DeviceWindows* windows) {
+  const int me = own_number(init);
   const bool local = init.bootstrap->in_process();
-  const uint64_t bytes = context.map.bytes();
   const Driver* driver = nullptr;
   std::shared_ptr<DeviceMapping> own;
   Parcel mine;
   const std::vector<int> readers = readers_of(init);
   Status made = find_driver(&driver);
-  for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, context.me);
-  if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, kinds_for(init, *driver), &own);
-  if (made.ok()) made = prepare(context, own->data());
+  for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, me);
+  if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, handle_kinds(init, *driver), &own);
+  if (made.ok()) made = ready(own->data());
   Offer offer;
   if (made.ok() && !local) made = export_part(init, *own, &offer, &mine);
   const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;
@@ -409,7 +425,7 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
     if (!reader.ok()) return fail(twSystemError, "rank {} could not give its window", rank);
     TW_RETURN_IF_FAILED(note_link(here, init.device, card.domain, theirs, rank, windows));
     std::shared_ptr<DeviceMapping>& window = windows->by_rank[rank];
-    if (rank == context.me) {
+    if (rank == me) {
       window = own;
     } else if (local) {
       window = local_windows().find(number);
@@ -427,7 +443,7 @@ Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* 
 Status grow_device_windows(const BackendInit& init, uint64_t tag, const WindowMap& grown,
                            const DeviceWindows& windows) {
   const bool local = init.bootstrap->in_process();
-  const int me = init.context->me;
+  const int me = own_number(init);
   DeviceMapping& own = *windows.by_rank[me];
   Parcel mine;
   Offer offer;

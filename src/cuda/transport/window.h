@@ -10,10 +10,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <vector>
 
-#include "core/backend.h"
+#include "core/make_backend.h"
 #include "cuda/driver/driver.h"
 #include "cuda/transport/handles.h"
 
@@ -108,6 +109,14 @@ struct DeviceWindows {
 
 // Sets memory to zero, on a stream of its own, as the caller's streams may be busy waiting; waits for that.
 Status clear(std::byte* memory, uint64_t bytes);
+// Copies from the host, likewise.
+Status fill(std::byte* memory, const void* from, uint64_t bytes);
+// The kinds of handles that memory is made for which ranks have of each other.
+HandleKinds handle_kinds(const BackendInit& init, const Driver& driver);
+// Makes memory on all members' devices, and maps that of all: `ready` prepares this rank's before a peer can map it.
+// Collective; uses `tag`.
+Status share_device_memory(const BackendInit& init, uint64_t tag, uint64_t bytes,
+                           const std::function<Status(std::byte*)>& ready, DeviceWindows* windows);
 // Makes this rank's window, zero but for its signals, and maps those of all members. Collective; uses `tag`.
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows);
 // Adds room for the channels of a larger map to all windows, at their addresses; zero. Collective; uses `tag`. Where it

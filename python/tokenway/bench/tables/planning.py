@@ -70,7 +70,7 @@ def notes(run: Run) -> list[str]:
         "NVLink, NIC: bytes of a pair that leave a rank in the mean, and as many come",
         "gathered, high throughput, by_domain, direct: the fastest pair of that kind over the fastest of the other "
         "(routed, low latency, flat, pull)",
-        "by_domain has other bits than flat; between domains nothing of this has run on GPUs",
+        "by_domain has other bits than flat; between domains nothing of this was measured on GPUs",
     ]
     if any(row["memory"]["window"] is None for row in run["predictions"]):
         told.append("no window where there are more than the 1024 ranks that the library allows")

@@ -1,4 +1,4 @@
-// The staged transport's memory and collectives: staged.h tells what they are for.
+// Outgoing memory and a carrier's collectives: carrier.h tells what they are for.
 //
 // create() is collective. start() and join() only enqueue on the caller's stream; abort() may come
 // from any thread.
@@ -6,13 +6,13 @@
 // What breaks if this changes: blocks and signals of a step must lie in the window at the places of its bank (S1), and
 // the signals' move must be one with the rows' (S4: the stream orders them). After an abort nothing may be freed that a
 // collective can still write (the destructor keeps the window and leaks the outgoing memory).
-#include "cuda/transport/staged.h"
+#include "cuda/transport/carrier.h"
 
 #include "core/carrier_channel.h"
 
 namespace tw::cuda {
 
-StagedTransport::StagedTransport(const BackendInit& init)
+CarrierTransport::CarrierTransport(const BackendInit& init)
     : map_(init.context->map), calls_(init.carrier->calls), device_(init.device) {
   // Of all groups that this window may have: one of them at a time has a step on a channel.
   const uint64_t loads = map_.room().loads;
@@ -20,7 +20,7 @@ StagedTransport::StagedTransport(const BackendInit& init)
   channel_bytes_ = channel_bytes_of(map_);
 }
 
-StagedTransport::~StagedTransport() {
+CarrierTransport::~CarrierTransport() {
   if (carrier_channel_ >= 0 && !ended()) calls_.close(calls_.context, carrier_channel_, aborted_ ? 0 : 1);
   if (!aborted_) {
     for (std::byte* const memory : former_) cudaFree(memory);
@@ -48,18 +48,18 @@ Status allocate(const WindowMap& map, uint64_t channel_bytes, std::byte** made) 
 
 }  // namespace
 
-Status StagedTransport::create(const BackendInit& init, uint64_t tag, const Status& ready,
-                               std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made) {
-  std::unique_ptr<StagedTransport> staged(new StagedTransport(init));
+Status CarrierTransport::create(const BackendInit& init, uint64_t tag, const Status& ready,
+                                std::shared_ptr<DeviceMapping> window, std::unique_ptr<StagedTransport>* made) {
+  std::unique_ptr<CarrierTransport> staged(new CarrierTransport(init));
   staged->window_ = std::move(window);
   Status prepared = ready.ok() ? allocate(staged->map_, staged->channel_bytes_, &staged->memory_) : ready;
-  if (prepared.ok() && staged->map_.shape().exact()) prepared = staged->make_arrivals();
+  if (prepared.ok() && staged->map_.shape().exact()) prepared = staged->make_arrivals(init);
   TW_RETURN_IF_FAILED(open_carrier_channel(init, tag, init.device, prepared, &staged->carrier_channel_));
   *made = std::move(staged);
   return {};
 }
 
-Status StagedTransport::prepare_growth(const BackendInit& init, WindowMap* grown) {
+Status CarrierTransport::prepare_growth(const BackendInit& init, WindowMap* grown) {
   TW_RETURN_IF_FAILED(grow_own_window(init, *grown, &next_region_));
   *grown = grown->with_channels_at(static_cast<uint64_t>(next_region_->data() - window_->data()));
   next_map_ = *grown;
@@ -67,11 +67,11 @@ Status StagedTransport::prepare_growth(const BackendInit& init, WindowMap* grown
   return arrivals_ == nullptr ? Status{} : allocate(*grown, grown->bank_bytes(), &next_arrivals_);
 }
 
-Status StagedTransport::make_arrivals() {
+Status CarrierTransport::make_arrivals(const BackendInit&) {
   return arrivals_ != nullptr ? Status{} : allocate(map_, map_.bank_bytes(), &arrivals_);
 }
 
-void StagedTransport::end_growth(bool grown) {
+void CarrierTransport::end_growth(bool grown) {
   if (grown) {
     window_->attach(std::move(next_region_));
     former_.insert(former_.end(), {memory_, arrivals_});
@@ -87,15 +87,18 @@ void StagedTransport::end_growth(bool grown) {
   next_memory_ = next_arrivals_ = nullptr;
 }
 
-void StagedTransport::place(StepPlace at, const WindowMap& map, GroupView* view) const {
+void CarrierTransport::place(StepPlace at, const WindowMap& map, GroupView* view) const {
   const auto shifted = reinterpret_cast<uintptr_t>(bank_of(at.channel)) - map.bank(at.channel, at.bank());
   view->out = reinterpret_cast<std::byte*>(shifted);
   view->out_signals = channel_at(at.channel);
+  view->posts = 0;
 }
 
-Status StagedTransport::start(StepPlace at, uint64_t bank, const Blocks& blocks, bool at_once, void* stream) {
+Status CarrierTransport::start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) {
+  const StepPlace at = step.at;
+  void* const stream = step.stream;
   std::byte* const window = window_->data();
-  std::byte* const to = blocks.land ? arrivals_at(at.channel) : window + bank;
+  std::byte* const to = blocks.land ? arrivals_at(at.channel) : window + view.map.bank(at.channel, at.bank());
   std::vector<twMove_t> moves;
   const uint64_t signal = kSignalStride;
   const auto add = [&](const std::byte* send, std::byte* recv, const uint64_t& bytes) {
@@ -118,12 +121,13 @@ Status StagedTransport::start(StepPlace at, uint64_t bank, const Blocks& blocks,
   return fail(twSystemError, "the carrier could not begin to move a step's blocks");
 }
 
-Status StagedTransport::join(int channel, void* stream) {
-  if (carrier_channel_ < 0 || calls_.join(calls_.context, carrier_channel_, channel, stream) == 0) return {};
+Status CarrierTransport::join(const GroupView&, const MovedStep& step, bool) {
+  if (carrier_channel_ < 0) return {};
+  if (calls_.join(calls_.context, carrier_channel_, step.at.channel, step.stream) == 0) return {};
   return fail(twSystemError, "the carrier could not move a step's blocks");
 }
 
-void StagedTransport::abort() {
+void CarrierTransport::abort() {
   if (carrier_channel_ < 0 || aborted_.exchange(true) || ended()) return;
   calls_.abort(calls_.context, carrier_channel_);
 }

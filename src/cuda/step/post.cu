@@ -1,0 +1,170 @@
+// Kernels that post (launch/posts.h): what another kernel has written for each rank goes to its rank, and the signal
+// behind it. To ranks of this host it is copied over NVLink; to others it is put by the network (transport/net.cuh),
+// and the signal is a word to which the difference from the one before in its bank is added.
+//
+// Takes PostParams and PaceParams, from the host alone; gives what a kernel whose stores reach all windows would have
+// left there: rows, note and signal of this rank, in that order (S4, T5).
+//
+// What breaks if this changes: T6 (tell is the one place where words are added), T5 (one thread posts all that goes to
+// a rank), T2 and S2 (a step that is left out is told to all, and waited for).
+#include <cuda_runtime.h>
+
+#include "cuda/device/wait.cuh"
+#include "cuda/launch/launch.h"
+#include "cuda/launch/loading.h"
+#include "cuda/launch/posts.h"
+#include "cuda/transport/net.cuh"
+
+namespace tw::cuda {
+namespace {
+
+constexpr int kPostThreads = 512;
+constexpr int kPaceThreads = 256;
+
+__device__ NetPlace beyond(const NetPlace& place, uint64_t bytes) { return {place.memory, place.offset + bytes}; }
+
+// Tells a rank of a step: its note and rows signal, which lie behind the signal's own place, and then the
+// signal. By one thread, which has ordered the rows before.
+__device__ void tell(const GroupView& g, const NetView& net, const PostSignals& signals, int channel, int rank,
+                     uint64_t signal) {
+  const int bank = bank_of(unpack(signal).step);
+  const int ranks = g.map.shape().ranks;
+  const auto here = static_cast<uint64_t>(g.posts * bank) + kSignalStride * static_cast<uint64_t>(rank);
+  const auto there = kSignalStride * static_cast<uint64_t>(ranks * bank + g.me);
+  if (std::byte* const window = signals.near.begins[rank]; window != nullptr) {
+    std::byte* const to = window + signals.near.offset + there;
+    for (uint64_t at = kNoteOffset; at <= kRowsOffset; at += sizeof(uint64_t)) {
+      put_word(to + at, load_word(signals.at + here + at));
+    }
+    fence_system();
+    return put_word(to, signal);
+  }
+  const NetPlace to = beyond(signals.to, there);
+  net_put(net, channel, rank, beyond(to, kNoteOffset), beyond(signals.from, here + kNoteOffset),
+          kRowsOffset + sizeof(uint64_t) - kNoteOffset);
+  uint64_t& told = signals.told[ranks * bank + rank];
+  net_add(net, channel, rank, to, signal - told);
+  told = signal;
+}
+
+// Copies bytes of this device to a window of this host, by the blocks that copy for one rank.
+template <class V>
+__device__ void copy_as(const std::byte* from, std::byte* to, uint64_t bytes, int part, int parts) {
+  const uint64_t all = bytes / sizeof(V);
+  const auto step = static_cast<uint64_t>(parts * kPostThreads);
+  for (uint64_t i = static_cast<uint64_t>(part) * kPostThreads + threadIdx.x; i < all; i += step) {
+    put_data(reinterpret_cast<V*>(to) + i, load_fresh<V>(from + i * sizeof(V)));
+  }
+}
+__device__ void copy(const std::byte* from, std::byte* to, uint64_t bytes, int part, int parts) {
+  const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
+  if (all % 16 == 0) return copy_as<uint4>(from, to, bytes, part, parts);
+  if (all % 4 == 0) return copy_as<uint32_t>(from, to, bytes, part, parts);
+  copy_as<unsigned char>(from, to, bytes, part, parts);
+}
+
+// Whether rows come with a signal, and not only word that there are none.
+__device__ bool brings(Mode mode) { return mode != Mode::kRefused && mode != Mode::kSkip && mode != Mode::kNone; }
+
+// Where a region's block for a rank is, and where it goes: bytes beyond `from` and `to`.
+struct Way {
+  uint64_t here;
+  uint64_t there;
+};
+__device__ Way way_of(const PostParams& p, const PostRegion& region, int rank, int bank, bool by_dispatch) {
+  Way way{region.block * static_cast<uint64_t>(rank), region.block * static_cast<uint64_t>(p.group.me)};
+  // Load statistics are in the banks of their dispatch, of which the kernel before has told.
+  const auto number =
+      by_dispatch ? load_fresh<uint32_t>(&p.group.loads.numbers[p.channel].told) : static_cast<uint32_t>(bank);
+  way.here += region.bank_here * (number & 1);
+  way.there += region.bank_there * (by_dispatch ? number % WindowMap::kLoadsBanks : number);
+  return way;
+}
+
+// A block or several for each rank. Blocks that have nothing to do for it end at once.
+__global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constant__ PostParams p) {
+  const GroupView& g = p.group;
+  const int rank = (g.me + 1 + static_cast<int>(blockIdx.x) / p.parts) % g.map.shape().ranks;
+  const int part = static_cast<int>(blockIdx.x) % p.parts;
+  const bool near = p.signals.near.begins[rank] != nullptr;
+  if (!near && part != 0) return;
+  const uint64_t number = next_step(g, p.channel);
+  const auto bank = static_cast<int>(number & 1);
+  const uint64_t signal = load_word(p.signals.at + g.posts * bank + kSignalStride * static_cast<uint64_t>(rank));
+  const Signal told = unpack(signal);
+  // Behind an error, or a dispatch that failed, the kernel before has made no step.
+  const bool is_step = told.step == static_cast<uint32_t>(number);
+  if (__syncthreads_or(is_sticky(g) || !is_step) != 0) return;
+  const bool served = rank >= p.first && rank < p.first + p.ranks;
+  for (int i = 0; i < p.count; ++i) {
+    const PostRegion& region = p.regions[i];
+    const bool counts = i == p.loads;  // told by those that refuse too
+    const uint64_t bytes = region.row != 0 ? min(region.row * told.n, region.block) : region.block;
+    if (bytes == 0 || (!counts && (!served || !brings(told.mode)))) continue;
+    const Way way = way_of(p, region, rank, bank, counts);
+    if (near) {
+      std::byte* const to = region.near.begins[rank] + region.near.offset + way.there;
+      copy(region.at + way.here, to, bytes, part, p.parts);
+    } else if (threadIdx.x == 0) {
+      net_put(p.net, p.channel, rank, beyond(region.to, way.there), beyond(region.from, way.here), bytes);
+    }
+  }
+  if (!near) {
+    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, signal);
+    return;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  fence_system();
+  if (arrive(&p.arrived[rank]) != static_cast<uint32_t>(p.parts) - 1) return;
+  p.arrived[rank] = 0;
+  tell(g, p.net, p.signals, p.channel, rank, signal);
+}
+
+// Leaves a step out where the one that comes would have the other bank than the caller's view (device/wait.cuh,
+// skip_step). By one block.
+__global__ void __launch_bounds__(kPaceThreads) pace_kernel(const __grid_constant__ PaceParams p) {
+  const GroupView& g = p.group;
+  const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
+  if (is_sticky(g) || step.bank() == p.bank) return;
+  const uint64_t signal = pack(Signal{step.low(), Mode::kSkip, 0});
+  for (int rank = threadIdx.x; rank < g.map.shape().ranks; rank += kPaceThreads) {
+    tell(g, p.net, p.signals, p.channel, rank, signal);
+  }
+  const uint32_t arrived = threadIdx.x == 0 ? begin_end(g, step) : 0;
+  if (threadIdx.x == 0) clear_counters(g, step);
+  if (await_skip(g, step) && threadIdx.x == 0) end_step(g, step, arrived);
+}
+
+// Waits until all ranks' signals of the step are there, before a kernel that takes it for granted that rows are. What
+// the signals say, that one judges.
+__global__ void __launch_bounds__(kPaceThreads) await_signals_kernel(const __grid_constant__ PaceParams p) {
+  const GroupView& g = p.group;
+  const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
+  if (is_sticky(g)) return;
+  await_all(g, step, Look::kSignal);
+}
+
+}  // namespace
+
+int launch_post(const PostParams& params, void* stream) {
+  return launch_kernel(post_kernel, params, params.parts * params.group.map.shape().ranks, 0, false, stream,
+                       kPostThreads);
+}
+int launch_pace(const PaceParams& params, void* stream) {
+  return launch_kernel(pace_kernel, params, 1, 0, false, stream, kPaceThreads);
+}
+int launch_await_signals(const PaceParams& params, void* stream) {
+  return launch_kernel(await_signals_kernel, params, 1, 0, false, stream, kPaceThreads);
+}
+
+int load_posts() {
+  for (const void* const kernel :
+       {reinterpret_cast<const void*>(post_kernel), reinterpret_cast<const void*>(pace_kernel),
+        reinterpret_cast<const void*>(await_signals_kernel)}) {
+    if (const int error = allow_shared(kernel, 0); error != 0) return error;
+  }
+  return 0;
+}
+
+}  // namespace tw::cuda

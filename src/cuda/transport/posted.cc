@@ -1,0 +1,289 @@
+// Memory, network and launches of posted blocks: posted.h tells what they are for.
+//
+// create(), make_arrivals() and prepare_growth() are collective; a rank that fails on its own tells the others before
+// anybody waits in the network's meetings. The rest only enqueues on the caller's stream; abort() may come from any
+// thread.
+//
+// What breaks if this changes: where a block lies here and there must follow from what all ranks have alike (S10); the
+// window must be ready before a peer can put into it (S2).
+#include "cuda/transport/posted.h"
+
+#include <algorithm>
+
+#include "cuda/launch/posts.h"
+
+namespace tw::cuda {
+namespace {
+
+// Meetings, as offsets from a tag. The first two are among the ranks of a host.
+enum PostedStage : uint64_t {
+  kWindowStage,
+  kArrivalsStage,
+  kReadyStage,
+  kNetworkStage,
+  kAddWindowStage = kNetworkStage + 4,
+  kAddOutStage = kAddWindowStage + 3,
+  kAddArrivalsStage = kAddOutStage + 3,
+  kEndStage = kAddArrivalsStage + 3,
+};
+static_assert(kEndStage <= PostedTransport::kTags);
+
+constexpr char kConnectingDevices[] = "connecting the devices of several hosts";
+
+template <class T>
+Status allocate(size_t count, T** made) {
+  void* memory = nullptr;
+  TW_CUDA(cudaMalloc(&memory, count * sizeof(T)));
+  *made = static_cast<T*>(memory);
+  return clear(static_cast<std::byte*>(memory), count * sizeof(T));
+}
+
+// Tells the others how this rank's part went, and finds out how many ranks are on its device: where hosts are made of
+// one for trials, ranks of several are.
+Status meet_devices(const BackendInit& init, uint64_t tag, const Status& mine, int* sharing) {
+  const Uuid uuid = uuid_of(init.device);
+  std::vector<Parcel> all;
+  Status met = gather(*init.bootstrap, init.members, tag, {pack_result(mine).add(uuid).take(), {}}, init.deadline,
+                      kConnectingDevices, &all);
+  TW_RETURN_IF_FAILED(mine);
+  TW_RETURN_IF_FAILED(std::move(met));
+  *sharing = 0;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
+    *sharing += reader.get<Uuid>() == uuid ? 1 : 0;
+  }
+  return {};
+}
+
+}  // namespace
+
+PostedTransport::PostedTransport(const BackendInit& init, const Topology& topology)
+    : map_(init.context->map),
+      posts_(PostsMap::make(map_, map_.room().loads)),
+      device_(init.device),
+      topology_(topology) {}
+
+PostedTransport::~PostedTransport() {
+  network_.reset();
+  for (void* const table : tables_) cudaFree(table);
+  cudaFree(told_);
+  cudaFree(arrived_);
+}
+
+Status PostedTransport::create(const BackendInit& init, uint64_t tag, DeviceWindows* windows,
+                               std::unique_ptr<StagedTransport>* made) {
+  const Topology topology = init.hosts->topology(init.members);
+  std::unique_ptr<PostedTransport> posted(new PostedTransport(init, topology));
+  const Near near(init, topology);
+  Status ready = map_device_windows(near.init, tag + kWindowStage, &posted->window_.near);
+  if (ready.ok()) ready = posted->make(init, tag);
+  int sharing = 0;
+  TW_RETURN_IF_FAILED(meet_devices(init, tag + kReadyStage, ready, &sharing));
+  const net::Meeting meeting{init.bootstrap, init.members, tag + kNetworkStage, init.deadline};
+  TW_RETURN_IF_FAILED(connect_network(init, meeting, posted->map_.shape().channels, &posted->network_));
+  const WindowMap& map = posted->map_;
+  int number = -1;
+  TW_RETURN_IF_FAILED(posted->add(init, tag + kAddWindowStage, posted->window_, 0, map.bytes(), &number));
+  posted->window_.number = number;
+  posted->pieces_.push_back({0, map.bytes(), number});
+  TW_RETURN_IF_FAILED(
+      posted->add(init, tag + kAddOutStage, posted->out_, 0, posted->posts_.outgoing_bytes(), &posted->out_.number));
+  if (map.shape().exact()) {
+    TW_RETURN_IF_FAILED(posted->add(init, tag + kAddArrivalsStage, posted->arrivals_, 0, posted->posts_.arrival_bytes(),
+                                    &posted->arrivals_.number));
+  }
+  // Kernels find the own window alone by the group's tables: what is for others goes out by this transport.
+  *windows = posted->window_.near;
+  windows->by_rank.assign(init.members.size(), posted->window_.near.by_rank[static_cast<size_t>(posted->window_.me)]);
+  windows->links = twLinksOther;
+  windows->sharing = sharing;
+  *made = std::move(posted);
+  return {};
+}
+
+// Makes what this rank, or its host's ranks, make alone.
+Status PostedTransport::make(const BackendInit& init, uint64_t tag) {
+  const Near near(init, topology_);
+  window_.me = static_cast<int>(std::ranges::find(near.ranks, init.context->me) - near.ranks.begin());
+  TW_RETURN_IF_FAILED(tabulate(near, &window_));
+  TW_RETURN_IF_FAILED(make_outgoing(init, posts_.outgoing_bytes(), &out_));
+  if (map_.shape().exact()) {
+    TW_RETURN_IF_FAILED(share(near, tag + kArrivalsStage, posts_.arrival_bytes(), &arrivals_));
+  }
+  const auto ranks = static_cast<size_t>(map_.shape().ranks);
+  const auto channels = static_cast<size_t>(map_.shape().channels);
+  TW_RETURN_IF_FAILED(allocate(channels * ranks, &arrived_));
+  TW_RETURN_IF_FAILED(allocate(2 * channels * ranks, &told_));
+  const std::vector<uint64_t> first(2 * channels * ranks, pack({init.context->first_step, Mode::kNone, 0}));
+  return fill(reinterpret_cast<std::byte*>(told_), first.data(), first.size() * sizeof first[0]);
+}
+
+Status PostedTransport::share(const Near& near, uint64_t tag, uint64_t bytes, Memory* memory) const {
+  memory->me = window_.me;
+  TW_RETURN_IF_FAILED(share_device_memory(
+      near.init, tag, bytes, [bytes](std::byte* data) { return clear(data, bytes); }, &memory->near));
+  return tabulate(near, memory);
+}
+
+// What goes out nobody else maps.
+Status PostedTransport::make_outgoing(const BackendInit& init, uint64_t bytes, Memory* memory) const {
+  const Driver* driver = nullptr;
+  TW_RETURN_IF_FAILED(find_driver(&driver));
+  std::shared_ptr<DeviceMapping> own;
+  TW_RETURN_IF_FAILED(
+      DeviceMapping::create(*driver, init.device, {init.device}, bytes, handle_kinds(init, *driver), &own));
+  memory->near.by_rank = {own};
+  memory->me = 0;
+  return clear(own->data(), bytes);  // nothing of what was there before leaves
+}
+
+Status PostedTransport::tabulate(const Near& near, Memory* memory) const {
+  std::vector<std::byte*> begins(static_cast<size_t>(topology_.size()));
+  for (size_t i = 0; i < near.ranks.size(); ++i) {
+    begins[static_cast<size_t>(near.ranks[i])] = memory->near.by_rank[i]->data();
+  }
+  TW_RETURN_IF_FAILED(allocate(begins.size(), &memory->table));
+  const_cast<PostedTransport*>(this)->tables_.push_back(memory->table);
+  return fill(reinterpret_cast<std::byte*>(memory->table), begins.data(), begins.size() * sizeof begins[0]);
+}
+
+Status PostedTransport::add(const BackendInit& init, uint64_t tag, const Memory& memory, uint64_t begin, uint64_t bytes,
+                            int* number) {
+  const net::Meeting meeting{init.bootstrap, init.members, tag, init.deadline};
+  return network_->add_memory(meeting, memory.data() + begin, bytes, number);
+}
+
+Status PostedTransport::make_arrivals(const BackendInit& init) {
+  if (arrivals_.data() != nullptr) return {};
+  const Near near(init, topology_);
+  const uint64_t bytes = posts_.arrival_bytes();
+  const Status shared = share(near, init.tag + kArrivalsStage, bytes, &arrivals_);
+  TW_RETURN_IF_FAILED(
+      agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices, shared));
+  return add(init, init.tag + kAddArrivalsStage, arrivals_, 0, bytes, &arrivals_.number);
+}
+
+// The window grows where it is; what goes out and what arrives is made anew.
+Status PostedTransport::prepare_growth(const BackendInit& init, WindowMap* grown) {
+  const Near near(init, topology_);
+  next_map_ = *grown;
+  next_posts_ = PostsMap::make(*grown, 0);
+  next_posts_.told = posts_.told;  // load statistics stay what they are
+  next_out_ = next_arrivals_ = {};
+  const uint64_t arriving = arrivals_.data() != nullptr ? next_posts_.arrival_bytes() : 0;
+  Status ready = grow_device_windows(near.init, init.tag + kWindowStage, *grown, window_.near);
+  if (ready.ok() && arriving > 0) ready = share(near, init.tag + kArrivalsStage, arriving, &next_arrivals_);
+  if (ready.ok()) ready = make_outgoing(init, next_posts_.outgoing_bytes(), &next_out_);
+  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices,
+                            std::move(ready)));
+  Piece piece{grown->channels(), grown->channels_bytes(), -1};
+  TW_RETURN_IF_FAILED(add(init, init.tag + kAddWindowStage, window_, piece.begin, piece.bytes, &piece.number));
+  pieces_.insert(pieces_.begin(), piece);
+  TW_RETURN_IF_FAILED(
+      add(init, init.tag + kAddOutStage, next_out_, 0, next_posts_.outgoing_bytes(), &next_out_.number));
+  if (arriving == 0) return {};
+  return add(init, init.tag + kAddArrivalsStage, next_arrivals_, 0, arriving, &next_arrivals_.number);
+}
+
+void PostedTransport::end_growth(bool grown) {
+  if (grown) {
+    std::swap(out_, next_out_);
+    std::swap(arrivals_, next_arrivals_);
+    map_ = next_map_;
+    posts_ = next_posts_;
+  }
+  former_.push_back(std::move(next_out_));
+  former_.push_back(std::move(next_arrivals_));
+  next_out_ = next_arrivals_ = {};
+}
+
+void PostedTransport::abort() {
+  if (network_ != nullptr) network_->abort();
+}
+
+// ------------------------------------------------------------------------------------------------------------- steps
+
+void PostedTransport::place(StepPlace at, const WindowMap& map, GroupView* view) const {
+  const auto banks = reinterpret_cast<uintptr_t>(out_.data() + posts_.banks_at(at.channel, map));
+  view->out = reinterpret_cast<std::byte*>(banks - map.bank(at.channel, 0));
+  view->out_signals = out_.data() + posts_.told_at(at.channel);
+  view->posts = static_cast<int32_t>(posts_.told);
+}
+
+NetPlace PostedTransport::in_window(uint64_t offset) const {
+  const auto piece = std::ranges::find_if(pieces_, [&](const Piece& each) { return offset - each.begin < each.bytes; });
+  return {piece->number, offset - piece->begin};
+}
+
+PostSignals PostedTransport::signals_of(int channel) const {
+  const uint64_t to = map_.signal(channel, 0, 0);
+  const uint64_t from = posts_.told_at(channel);
+  const auto ranks = static_cast<uint64_t>(map_.shape().ranks);
+  return {{out_.number, from},
+          in_window(to),
+          out_.data() + from,
+          {window_.table, to},
+          told_ + 2 * ranks * static_cast<uint64_t>(channel)};
+}
+
+// map: the group's, whose banks may lie where those of a smaller map did (core/arena.h).
+void PostedTransport::add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const {
+  const uint64_t bank = blocks.land ? posts_.arrivals_at(channel) : map.bank(channel, 0);
+  for (const Region& region : blocks.regions) {
+    if (region.bytes == 0) continue;
+    const uint64_t from = posts_.banks_at(channel, map) + region.begin;
+    const uint64_t to = bank + region.begin;
+    p->regions[p->count++] = {{out_.number, from},
+                              blocks.land ? NetPlace{arrivals_.number, to} : in_window(to),
+                              out_.data() + from,
+                              {(blocks.land ? arrivals_ : window_).table, to},
+                              region.bytes,
+                              region.row,
+                              PostsMap::stride_of(map),
+                              blocks.land ? posts_.arrival : PostsMap::stride_of(map)};
+  }
+  p->loads = -1;
+  if (blocks.loads.bytes == 0) return;
+  p->loads = p->count;
+  const uint64_t from = posts_.told_at(channel) + outgoing_loads(map_.shape().ranks);
+  const uint64_t all = blocks.loads.bytes * static_cast<uint64_t>(map_.shape().ranks);
+  p->regions[p->count++] = {{out_.number, from}, in_window(blocks.loads.begin),
+                            out_.data() + from,  {window_.table, blocks.loads.begin},
+                            blocks.loads.bytes,  0,
+                            posts_.told,         all};
+}
+
+Status PostedTransport::begin(const GroupView& view, const MovedStep& step) {
+  if (!step.has_bank) return {};
+  const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, step.at.bank()};
+  return launched("a step that is left out", launch_pace(p, step.stream));
+}
+
+Status PostedTransport::start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool) {
+  constexpr uint64_t kEach = 64 << 10;  // bytes for a rank of this host that are worth a block
+  const int channel = step.at.channel;
+  const auto ranks = static_cast<uint64_t>(map_.shape().ranks);
+  PostParams p{};
+  p.group = view;
+  p.net = network_->view();
+  p.signals = signals_of(channel);
+  add_regions(view.map, channel, blocks, &p);
+  p.channel = channel;
+  p.first = blocks.first;
+  p.ranks = blocks.ranks > 0 ? blocks.ranks : map_.shape().ranks;
+  p.arrived = arrived_ + ranks * static_cast<uint64_t>(channel);
+  uint64_t most = 0;
+  for (const Region& region : blocks.regions) most += region.bytes;
+  const bool alone = topology_.mates(view.me).size() == 1;  // what it copies to itself is little
+  p.parts = alone ? 1 : static_cast<int>(std::clamp<uint64_t>(most / kEach, 1, 16));
+  return launched("the posts of a step", launch_post(p, step.stream));
+}
+
+Status PostedTransport::join(const GroupView& view, const MovedStep& step, bool waits) {
+  if (waits) return {};
+  const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, -1};
+  return launched("a wait for signals", launch_await_signals(p, step.stream));
+}
+
+}  // namespace tw::cuda

@@ -1,0 +1,95 @@
+// Staged transport to devices of other hosts: kernels post a step's blocks (launch/posts.h), straight from this rank's
+// outgoing memory into its peers' windows; to ranks of this host by stores, to others over a network (network.h). There
+// are no collectives, no host waits, and who is late is seen by the kernel that waits for it, as where windows are
+// mapped.
+//
+// Outgoing memory has two banks, as the network reads it later than the kernel that posts (T3, T4): that of a step is
+// free when the step behind has ended, as each rank's signal of that one says that it has all of this one. So has the
+// memory in which rows of an exact layout arrive, as a peer may be a step ahead.
+//
+// What breaks if this changes: T3, T4, and S1 and S2, which hold here as where windows are mapped: a rank's signal of a
+// step is posted behind what it has read of the bank that a peer writes next.
+#pragma once
+
+#include <atomic>
+
+#include "core/near.h"
+#include "cuda/launch/posts.h"
+#include "cuda/transport/network.h"
+#include "cuda/transport/staged.h"
+#include "layout/posts_map.h"
+
+namespace tw::cuda {
+
+class PostedTransport final : public StagedTransport {
+ public:
+  // Makes this rank's window, zero but for its signals, maps those of this host's ranks, and connects the network.
+  // Collective; uses the tags from `tag` to `tag + kTags - 1`.
+  static constexpr uint64_t kTags = 20;
+  static Status create(const BackendInit& init, uint64_t tag, DeviceWindows* windows,
+                       std::unique_ptr<StagedTransport>* made);
+  ~PostedTransport() override;
+  PostedTransport(const PostedTransport&) = delete;
+  PostedTransport& operator=(const PostedTransport&) = delete;
+
+  void place(StepPlace at, const WindowMap& map, GroupView* view) const override;
+  Status make_arrivals(const BackendInit& init) override;
+  const std::byte* receive_offset(StepPlace at) const override {
+    return arrivals_.data() + posts_.arrivals_at(at.channel) + posts_.arrival * static_cast<uint64_t>(at.bank());
+  }
+
+  Status begin(const GroupView& view, const MovedStep& step) override;
+  Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
+  Status join(const GroupView& view, const MovedStep& step, bool waits) override;
+  bool over_carrier() const override { return false; }
+  Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
+  void end_growth(bool grown) override;
+  void abort() override;
+
+ private:
+  // Memory of the network's: this rank's, and that of this host's ranks as it is mapped here.
+  struct Memory {
+    DeviceWindows near;  // by rank of this host; of what goes out this rank's alone
+    int me = 0;          // among these
+    int number = -1;
+    std::byte** table = nullptr;  // [N] in device memory: where it begins at each rank of this host, NULL elsewhere
+    std::byte* data() const { return near.by_rank.empty() ? nullptr : near.by_rank[static_cast<size_t>(me)]->data(); }
+  };
+  // A part of the window, which is one of the network's memories.
+  struct Piece {
+    uint64_t begin;
+    uint64_t bytes;
+    int number;
+  };
+
+  PostedTransport(const BackendInit& init, const Topology& topology);
+  Status make(const BackendInit& init, uint64_t tag);
+  Status share(const Near& near, uint64_t tag, uint64_t bytes, Memory* memory) const;
+  Status make_outgoing(const BackendInit& init, uint64_t bytes, Memory* memory) const;
+  Status tabulate(const Near& near, Memory* memory) const;
+  Status add(const BackendInit& init, uint64_t tag, const Memory& memory, uint64_t begin, uint64_t bytes, int* number);
+
+  NetPlace in_window(uint64_t offset) const;
+  PostSignals signals_of(int channel) const;
+  void add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const;
+
+  WindowMap map_;  // the arena's: its groups may end before this does
+  PostsMap posts_;
+  WindowMap next_map_;
+  PostsMap next_posts_;
+  const int device_;
+  const Topology topology_;
+  Memory window_;
+  Memory out_;
+  Memory arrivals_;  // no data: no group has needed it yet
+  Memory next_out_;
+  Memory next_arrivals_;
+  std::vector<Memory> former_;  // such memory of smaller maps, which the network knows until it ends
+  std::vector<Piece> pieces_;
+  uint64_t* told_ = nullptr;     // [channels, 2, N]
+  uint32_t* arrived_ = nullptr;  // [channels, N]
+  std::vector<void*> tables_;
+  std::unique_ptr<Network> network_;  // ends before the memory that it knows
+};
+
+}  // namespace tw::cuda

@@ -1,0 +1,104 @@
+// The network of emulated devices (src/cuda/transport/network.h): the engine between hosts over libfabric's tcp, whose
+// windows are the devices' memory, as that is the CPU's.
+#include "cuda/transport/network.h"
+
+#include <chrono>
+#include <thread>
+
+#include "net/fabric.h"
+#include "network_state.h"
+
+namespace tw::cuda {
+namespace {
+
+constexpr std::chrono::seconds kLastPuts{2};  // for what this rank has sent to go out, before its engine ends
+
+class EmulatedNetwork final : public Network {
+ public:
+  explicit EmulatedNetwork(const BackendInit& init)
+      : bootstrap_(init.bootstrap), members_(init.members.begin(), init.members.end()) {}
+
+  // A peer may wait for what this rank has sent last: a network of devices, too, takes puts that it has begun to their
+  // end.
+  ~EmulatedNetwork() override {
+    if (engine_ == nullptr) return;
+    const auto until = std::chrono::steady_clock::now() + kLastPuts;
+    for (int peer = 0; peer < engine_->size() && !state_.aborted; ++peer) {
+      const auto idle = [&] {
+        return peer == engine_->rank() || !engine_->failure(peer).ok() || engine_->done(peer) == engine_->taken(peer) ||
+               !bootstrap_->alive(members_[static_cast<size_t>(peer)]);
+      };
+      while (!idle() && std::chrono::steady_clock::now() < until) {
+        if (!engine_->poll()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  }
+
+  Status connect(const net::Meeting& meeting) {
+    net::FabricOptions options;
+    options.patience = std::chrono::hours(24 * 365);  // kernels' own waits end by their group's timeout
+    TW_RETURN_IF_FAILED(net::connect_fabric(options, meeting, &engine_));
+    state_.engine = engine_.get();
+    return {};
+  }
+
+  Status add_memory(const net::Meeting& meeting, std::byte* memory, uint64_t bytes, int* number) override {
+    return engine_->add_window(meeting, memory, bytes, number);
+  }
+  NetView view() const override { return {&state_}; }
+  Status failure() override {
+    for (int peer = 0; peer < engine_->size(); ++peer) TW_RETURN_IF_FAILED(engine_->failure(peer));
+    return {};
+  }
+  void abort() override { state_.aborted = true; }
+
+ private:
+  Bootstrap* const bootstrap_;
+  const std::vector<int> members_;
+  std::unique_ptr<net::Engine> engine_;
+  emulator::NetworkState state_;
+};
+
+}  // namespace
+
+Status connect_network(const BackendInit& init, const net::Meeting& meeting, int, std::unique_ptr<Network>* made) {
+  auto network = std::make_unique<EmulatedNetwork>(init);
+  TW_RETURN_IF_FAILED(network->connect(meeting));
+  *made = std::move(network);
+  return {};
+}
+
+}  // namespace tw::cuda
+
+namespace tw {
+
+// There is no NCCL beneath emulated devices.
+Status network_version(std::string*) { return fail(twUnsupported, "emulated devices have a network without NCCL"); }
+
+}  // namespace tw
+
+namespace tw::emulator {
+namespace {
+
+std::atomic<uint64_t> posted[kCounted][kCounted][kPostKinds];
+
+}  // namespace
+
+void count_post(int source, int peer, PostKind kind, uint64_t by) {
+  if (source >= kCounted || peer >= kCounted) return;
+  auto& counts = posted[source][peer];
+  counts[kind].fetch_add(by, std::memory_order_relaxed);
+  if (kind == kPuts) counts[kUntold].fetch_add(1, std::memory_order_relaxed);
+  if (kind == kAdds) counts[kUntold].store(0, std::memory_order_relaxed);
+}
+
+// Gives what was posted since it was last asked: [ranks, ranks, kPostKinds], by source and peer.
+extern "C" __attribute__((visibility("default"))) void tokenway_emulated_posts(int ranks, uint64_t* found) {
+  for (int source = 0; source < ranks; ++source) {
+    for (int peer = 0; peer < ranks; ++peer) {
+      for (auto& each : posted[source][peer]) *found++ = each.exchange(0);
+    }
+  }
+}
+
+}  // namespace tw::emulator

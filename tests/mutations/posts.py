@@ -1,0 +1,74 @@
+"""Mutations of what kernels post between hosts (src/cuda/transport/posted.cc, src/cuda/step/post.cu)."""
+
+from mutation import Edit, Mutation
+
+POST = "src/cuda/step/post.cu"
+POSTED = "src/cuda/transport/posted.cc"
+
+TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, signal);\n"
+REGIONS = "  for (int i = 0; i < p.count; ++i) {\n"
+NOTE = """  net_put(net, channel, rank, beyond(to, kNoteOffset), beyond(signals.from, here + kNoteOffset),
+          kRowsOffset + sizeof(uint64_t) - kNoteOffset);
+"""
+
+
+def _posts(name: str, invariant: str, unit: str, test: str, *edits: Edit) -> Mutation:
+    return Mutation(name, invariant, f"emulated-gin/{unit}", test, edits)
+
+
+POSTS = (
+    _posts(
+        "a posted word before its rows",
+        "T5",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(POST, REGIONS, f"  if (!near) {{\n{TOLD}  }}\n{REGIONS}"),
+        Edit(POST, f"  if (!near) {{\n{TOLD}    return;\n", "  if (!near) {\n    return;\n"),
+    ),
+    _posts(
+        "posted words remember no bank",
+        "T6",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(POST, "signals.told[ranks * bank + rank]", "signals.told[rank]"),
+    ),
+    _posts(
+        "posts from one bank of what goes out",
+        "T3",
+        "exchange",
+        "test_sizes_change",
+        Edit(POST, "  way.here += region.bank_here * (number & 1);\n", ""),
+    ),
+    _posts(
+        "posts lack the last row",
+        "S4",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(POST, "min(region.row * told.n, region.block)", "min(region.row * (told.n - (told.n > 0)), region.block)"),
+    ),
+    _posts(
+        "posted words without a note",
+        "T8",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(POST, NOTE, ""),
+    ),
+    _posts(
+        "a step that is left out is not posted",
+        "S2",
+        "posts",
+        "test_counts_and_the_rows",
+        Edit(
+            POST,
+            "    tell(g, p.net, p.signals, p.channel, rank, signal);\n",
+            "",
+        ),
+    ),
+    _posts(
+        "rows that arrive elsewhere are posted into the window",
+        "S9",
+        "throughput",
+        "test_ranks",
+        Edit(POSTED, "blocks.land ? NetPlace{arrivals_.number, to} : in_window(to)", "in_window(to)"),
+    ),
+)

@@ -1,0 +1,54 @@
+"""The harness's backends for devices of several hosts: kernels put rows to other hosts by NCCL's device API (GIN) or,
+on emulated devices, into the engine between hosts. Hosts as in fabric_backend.
+
+Where there is no NIC, NCCL needs a network of its own for tests: tests/gin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from device_backend import COMM_TIMEOUT, Cuda
+from emulated_backend import Emulated, Place
+from fabric_backend import folder_allgather, ranks_per_host
+from portable_backend import connect_threads
+
+import tokenway as tw
+from tokenway import cuda
+from tokenway.balance import copies, messages
+
+
+def made_of(base: Any, named: str) -> Any:
+    """The harness's class: as `base`, but for how ranks meet."""
+
+    class Gin(base):  # type: ignore[misc, valid-type]
+        name = named
+        parts = False
+        lacks = base.lacks | {"leases", "memory in common"}  # docs/BACKENDS.md
+        death_seen = 6.0  # a peer's end is told by its connection, and passed on by a thread beside kernels that wait
+
+        @classmethod
+        def most_ranks(cls, kind: str) -> int:
+            """A rank has connections to all others, and threads for them."""
+            return min(8, super().most_ranks(kind))
+
+        @classmethod
+        def connect(cls, rank: int, nranks: int, allgather: Any) -> tw.Comm:
+            if issubclass(base, Emulated):  # there are no streams of PyTorch's
+                cuda.Cuda, copies.DeviceCopies, messages.DeviceMemory = Place, copies.HostCopies, messages.HostMemory
+            device = rank % cls.device_count()
+            each = ranks_per_host() or None
+            return tw.Comm.gin(rank, nranks, allgather, device=device, ranks_per_host=each, timeout=COMM_TIMEOUT)
+
+        @classmethod
+        def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
+            return cls.connect(rank, nranks, folder_allgather(rank, nranks, address))
+
+        @classmethod
+        def local_comms(cls, nranks: int) -> list[tw.Comm]:
+            return connect_threads(nranks, lambda rank, allgather: cls.connect(rank, nranks, allgather))
+
+    return Gin
+
+
+BACKENDS = {"gin": made_of(Cuda, "gin"), "emulated-gin": made_of(Emulated, "emulated-gin")}
