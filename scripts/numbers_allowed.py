@@ -105,6 +105,7 @@ ALLOWED: dict[str, dict[int, str]] = {
     "step/post.cu": {256: "threads of a kernel that waits alone", 512: "threads of a block that copies"},
     "transport/posted.cc": {
         10: "a power of two: a KiB",
+        16: "most blocks that copy for a rank of this host; not tuned",
         64: "KiB for a rank of this host that are worth a block that copies; not tuned",
     },
     "transport/posted.h": {20: "tags of meetings"},

@@ -187,7 +187,8 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   auto ranks = static_cast<int32_t>(members.size());  // on this host
   FreeMemory free = find_free_memory();
   if (comm.posts()) {
-    needed += PostsMap::make(config.map, config.map.room().loads).bytes();
+    const uint64_t loads = there > 0 ? 0 : config.map.room().loads;  // which do not grow
+    needed += PostsMap::make(config.map, loads).bytes();
   } else if (comm.hosts != nullptr) {
     const Topology topology = comm.hosts->topology(members);
     const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();
@@ -325,6 +326,8 @@ Status destroy_group(std::unique_ptr<twGroup> group) {
   };
   poll_device(*group);
   if (group->shares() && !group->is_sticky()) end_steps(*group);
+  // Who has come through its steps has all that was put for them: so nobody's network ends under a peer's puts (T10).
+  if (comm->posts() && !group->is_sticky()) group->backend->settle();
   const bool stopped = was_interrupted();  // in the wait for what was pending
   if (stopped) abort_group(*group);
   const auto finished = [&] { return group->is_sticky() || group->backend->find_abort().kind != 0; };

@@ -3,7 +3,6 @@
 #include "cuda/transport/network.h"
 
 #include <chrono>
-#include <thread>
 
 #include "net/fabric.h"
 #include "network_state.h"
@@ -11,29 +10,8 @@
 namespace tw::cuda {
 namespace {
 
-constexpr std::chrono::seconds kLastPuts{2};  // for what this rank has sent to go out, before its engine ends
-
 class EmulatedNetwork final : public Network {
  public:
-  explicit EmulatedNetwork(const BackendInit& init)
-      : bootstrap_(init.bootstrap), members_(init.members.begin(), init.members.end()) {}
-
-  // A peer may wait for what this rank has sent last: a network of devices, too, takes puts that it has begun to their
-  // end.
-  ~EmulatedNetwork() override {
-    if (engine_ == nullptr) return;
-    const auto until = std::chrono::steady_clock::now() + kLastPuts;
-    for (int peer = 0; peer < engine_->size() && !state_.aborted; ++peer) {
-      const auto idle = [&] {
-        return peer == engine_->rank() || !engine_->failure(peer).ok() || engine_->done(peer) == engine_->taken(peer) ||
-               !bootstrap_->alive(members_[static_cast<size_t>(peer)]);
-      };
-      while (!idle() && std::chrono::steady_clock::now() < until) {
-        if (!engine_->poll()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    }
-  }
-
   Status connect(const net::Meeting& meeting) {
     net::FabricOptions options;
     options.patience = std::chrono::hours(24 * 365);  // kernels' own waits end by their group's timeout
@@ -53,16 +31,14 @@ class EmulatedNetwork final : public Network {
   void abort() override { state_.aborted = true; }
 
  private:
-  Bootstrap* const bootstrap_;
-  const std::vector<int> members_;
   std::unique_ptr<net::Engine> engine_;
   emulator::NetworkState state_;
 };
 
 }  // namespace
 
-Status connect_network(const BackendInit& init, const net::Meeting& meeting, int, std::unique_ptr<Network>* made) {
-  auto network = std::make_unique<EmulatedNetwork>(init);
+Status connect_network(const BackendInit&, const net::Meeting& meeting, int, std::unique_ptr<Network>* made) {
+  auto network = std::make_unique<EmulatedNetwork>();
   TW_RETURN_IF_FAILED(network->connect(meeting));
   *made = std::move(network);
   return {};

@@ -37,7 +37,14 @@ POSTS = (
         "T3",
         "exchange",
         "test_sizes_change",
-        Edit(POST, "  way.here += region.bank_here * (number & 1);\n", ""),
+        Edit(POST, "  way.here += region.bank_here * static_cast<uint32_t>(bank);\n", ""),
+    ),
+    _posts(
+        "a step that is none is waited for",
+        "S6",
+        "posts",
+        "test_a_combine_of_a_dispatch_that_failed",
+        Edit(POST, "is_sticky(g) || !is_made(unpack(own), step.number)", "is_sticky(g) || own == ~0ull"),
     ),
     _posts(
         "posts lack the last row",

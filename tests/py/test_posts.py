@@ -7,12 +7,13 @@ one word. Nothing is posted to ranks of the same host.
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from fabric_backend import ranks_per_host
-from harness import caught
+from harness import Env, attempt, caught, settle
 
 import tokenway as tw
 from tokenway import _native
@@ -157,3 +158,38 @@ def test_counts_and_the_rows_that_they_tell_of(world: Any) -> None:
         assert (posted() == told(rows.T, PARTIAL, 1)).all(), step
     assert any(left_out)
     ranks.run(end)
+
+
+def combine_behind_a_refusal(env: Any) -> tuple[bool, bool]:
+    """(whether sums of a dispatch that a peer refused are NaN, whether the group is finished), of calls that return
+    before a device has told of the refusal."""
+    begin(env, "low_latency")
+    group, handle = env.kept["posts"]
+    result = caught(group.dispatch, handle, rows_of(env, HIDDEN + (env.rank == REFUSES)))[0]
+    assert result == ("twInvalidArgument" if env.rank == REFUSES else "twSuccess")
+    out = env.backend.tensor(np.zeros((TOKENS[env.rank], HIDDEN), np.float32))
+    if env.rank != REFUSES:
+        group.combine(handle, env.backend.tensor(np.zeros((RANKS, max(TOKENS), HIDDEN), np.float32)), out=out)
+    nothing = env.rank == REFUSES or bool(np.isnan(env.backend.array(out)).all())
+    finished = group.error is not None and group.error.sticky
+    end(env)
+    return nothing, finished
+
+
+def test_a_combine_of_a_dispatch_that_failed(made_for: Any, monkeypatch) -> None:
+    """It is no step, on any rank, and nobody waits for it."""
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    comms = made_for.local_comms(RANKS)
+    outcomes: list[Any] = [None] * RANKS
+
+    def body(rank: int) -> None:
+        outcomes[rank] = attempt(Env(comms[rank], made_for).call, combine_behind_a_refusal)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert settle(outcomes) == [(True, False)] * RANKS
+    for comm in comms:
+        comm.close()

@@ -62,7 +62,7 @@ void NvlinkBackend::end_growth(bool grown, bool certain) {
   } else if (staged_ == nullptr && certain) {
     drop_growth(windows_, context_.me, in_process_, larger_.map);
   }
-  if (staged_ != nullptr) staged_->end_growth(grown);
+  if (staged_ != nullptr) staged_->end_growth(grown, certain);
   larger_ = {};
 }
 

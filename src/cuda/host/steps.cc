@@ -93,20 +93,18 @@ Status NvlinkBackend::send_staged(const MovedStep& step, const Blocks& blocks, b
   TW_RETURN_IF_FAILED(run(true, false));
   Status started = staged_->start(view, step, blocks, !send_only);
   const bool alone = !started.ok() && !in_trouble();
-  if (was_interrupted()) return fail(twInterrupted, "interrupted in a step that a carrier moves");
+  if (was_interrupted()) return fail(twInterrupted, "interrupted in a step whose blocks are moved");
   if (alone) return started;
   return send_only ? Status{} : arrive(step, true, run);
 }
 template <class Run>
 Status NvlinkBackend::arrive(const MovedStep& step, bool at_once, Run&& run) {
   const OnDevice on(device_);
-  // Kernels that sum, and those that put rows together, begin with what has come.
-  const bool waits = step.phase == twPhaseCounts || (step.phase == twPhaseDispatch && !shape().exact());
   const GroupView view = view_at(step.at, context_.map, true);
   if (!at_once && over_carrier()) {
     TW_RETURN_IF_FAILED(launched("a wait", launch_await({view, step.at.channel}, step.stream)));
   }
-  if (!staged_->join(view, step, waits).ok() && is_interrupted_now()) {
+  if (!staged_->join(view, step).ok() && is_interrupted_now()) {
     return fail(twInterrupted, "interrupted in a step that a carrier moves");
   }
   return run(false, true);
@@ -135,12 +133,21 @@ bool has_bank(const Call&) {
   return false;
 }
 
+// Kernels that sum, and those that put rows together, begin with what has come.
+bool waits(const DispatchCall& call) { return !call.rows.map.shape().exact(); }
+bool waits(const CountsCall&) { return true; }
+template <class Call>
+bool waits(const Call&) {
+  return false;
+}
+
 }  // namespace
 
 template <class Call, class MakeBlocks, class Run>
 Status NvlinkBackend::make(const Call& call, twPhase_t phase, bool sends, MakeBlocks&& blocks, Run&& run) {
   if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
-  const MovedStep step{call.at, phase, call.stream, has_bank(call)};
+  const int grid = limited(budget_, call.sm_limit).max_grid;
+  const MovedStep step{call.at, phase, call.stream, has_bank(call), waits(call), grid};
   if (!sends) return arrive(step, false, run);
   return send_staged(step, blocks(), call.send_only, run);
 }
@@ -200,14 +207,14 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const CombineRows& 
   if (!over_carrier()) return {};
   const OnDevice on(device_);
   remember(stream);
-  const MovedStep step{at, twPhaseCombine, stream, true};
+  const MovedStep step{at, twPhaseCombine, stream, true, false, 0};
   TW_RETURN_IF_FAILED(staged_->start(view_, step, combined(sent.map, bound, sent.values), true));
-  return staged_->join(view_, step, false);
+  return staged_->join(view_, step);
 }
 
 Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
   const auto run = [&](bool, bool) { return run_refusal(at, sent, false, true); };
-  return staged_ != nullptr ? arrive({at, sent.phase, sent.stream, sent.views}, false, run) : run(false, true);
+  return staged_ != nullptr ? arrive({at, sent.phase, sent.stream, sent.views, true, 1}, false, run) : run(false, true);
 }
 
 // Over a carrier the peers' moves are made with the refusal, or they would not end. What is posted are signals alone.
@@ -219,7 +226,7 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (refusal.phase == twPhaseCombine) blocks = combined(refusal.map, bound, refusal.values);
   if (refusal.phase == twPhaseCounts) blocks = counted();
   if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) blocks = collected(refusal.places);
-  return send_staged({at, refusal.phase, refusal.stream, refusal.views}, blocks, false,
+  return send_staged({at, refusal.phase, refusal.stream, refusal.views, true, 1}, blocks, false,
                      [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }
 

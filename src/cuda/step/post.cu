@@ -66,6 +66,12 @@ __device__ void copy(const std::byte* from, std::byte* to, uint64_t bytes, int p
 // Whether rows come with a signal, and not only word that there are none.
 __device__ bool brings(Mode mode) { return mode != Mode::kRefused && mode != Mode::kSkip && mode != Mode::kNone; }
 
+// Whether the kernel before has made the step, which this rank's outgoing signal for a rank then tells. Behind an
+// error, or a dispatch that failed, it has made none, as on all ranks.
+__device__ bool is_made(const Signal& told, uint64_t number) {
+  return told.step == static_cast<uint32_t>(number) && told.mode != Mode::kNone;
+}
+
 // Where a region's block for a rank is, and where it goes: bytes beyond `from` and `to`.
 struct Way {
   uint64_t here;
@@ -73,11 +79,10 @@ struct Way {
 };
 __device__ Way way_of(const PostParams& p, const PostRegion& region, int rank, int bank, bool by_dispatch) {
   Way way{region.block * static_cast<uint64_t>(rank), region.block * static_cast<uint64_t>(p.group.me)};
-  // Load statistics are in the banks of their dispatch, of which the kernel before has told.
-  const auto number =
-      by_dispatch ? load_fresh<uint32_t>(&p.group.loads.numbers[p.channel].told) : static_cast<uint32_t>(bank);
-  way.here += region.bank_here * (number & 1);
-  way.there += region.bank_there * (by_dispatch ? number % WindowMap::kLoadsBanks : number);
+  // There load statistics are in the banks of their dispatch, of which the kernel before has told.
+  const auto told = by_dispatch ? load_fresh<uint32_t>(&p.group.loads.numbers[p.channel].told) : 0;
+  way.here += region.bank_here * static_cast<uint32_t>(bank);
+  way.there += region.bank_there * (by_dispatch ? told % WindowMap::kLoadsBanks : static_cast<uint32_t>(bank));
   return way;
 }
 
@@ -92,9 +97,7 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
   const auto bank = static_cast<int>(number & 1);
   const uint64_t signal = load_word(p.signals.at + g.posts * bank + kSignalStride * static_cast<uint64_t>(rank));
   const Signal told = unpack(signal);
-  // Behind an error, or a dispatch that failed, the kernel before has made no step.
-  const bool is_step = told.step == static_cast<uint32_t>(number);
-  if (__syncthreads_or(is_sticky(g) || !is_step) != 0) return;
+  if (__syncthreads_or(is_sticky(g) || !is_made(told, number)) != 0) return;
   const bool served = rank >= p.first && rank < p.first + p.ranks;
   for (int i = 0; i < p.count; ++i) {
     const PostRegion& region = p.regions[i];
@@ -141,7 +144,8 @@ __global__ void __launch_bounds__(kPaceThreads) pace_kernel(const __grid_constan
 __global__ void __launch_bounds__(kPaceThreads) await_signals_kernel(const __grid_constant__ PaceParams p) {
   const GroupView& g = p.group;
   const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
-  if (is_sticky(g)) return;
+  const uint64_t own = load_word(p.signals.at + g.posts * step.bank() + kSignalStride * static_cast<uint64_t>(g.me));
+  if (is_sticky(g) || !is_made(unpack(own), step.number)) return;
   await_all(g, step, Look::kSignal);
 }
 

@@ -71,7 +71,7 @@ Status CarrierTransport::make_arrivals(const BackendInit&) {
   return arrivals_ != nullptr ? Status{} : allocate(map_, map_.bank_bytes(), &arrivals_);
 }
 
-void CarrierTransport::end_growth(bool grown) {
+void CarrierTransport::end_growth(bool grown, bool) {
   if (grown) {
     window_->attach(std::move(next_region_));
     former_.insert(former_.end(), {memory_, arrivals_});
@@ -121,7 +121,7 @@ Status CarrierTransport::start(const GroupView& view, const MovedStep& step, con
   return fail(twSystemError, "the carrier could not begin to move a step's blocks");
 }
 
-Status CarrierTransport::join(const GroupView&, const MovedStep& step, bool) {
+Status CarrierTransport::join(const GroupView&, const MovedStep& step) {
   if (carrier_channel_ < 0) return {};
   if (calls_.join(calls_.context, carrier_channel_, step.at.channel, step.stream) == 0) return {};
   return fail(twSystemError, "the carrier could not move a step's blocks");

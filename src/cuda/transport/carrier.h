@@ -5,6 +5,8 @@
 // What breaks if this changes: S1 (the host names the bank) and S4 (the stream's order stands for the fence).
 #pragma once
 
+#include <atomic>
+
 #include "cuda/transport/staged.h"
 
 namespace tw::cuda {
@@ -25,11 +27,11 @@ class CarrierTransport final : public StagedTransport {
 
   Status begin(const GroupView&, const MovedStep&) override { return {}; }
   Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
-  Status join(const GroupView& view, const MovedStep& step, bool waits) override;
+  Status join(const GroupView& view, const MovedStep& step) override;
   bool over_carrier() const override { return true; }
   // *grown becomes a map of room apart from the window.
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
-  void end_growth(bool grown) override;
+  void end_growth(bool grown, bool certain) override;
   int64_t carrier_channel() const override { return carrier_channel_; }
   void abort() override;
 

@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstddef>
 #include <mutex>
+#include <thread>
 
 #include "core/interrupt.h"
 #include "cuda/driver/driver.h"

@@ -76,8 +76,8 @@ Status PostedTransport::create(const BackendInit& init, uint64_t tag, DeviceWind
   const Topology topology = init.hosts->topology(init.members);
   std::unique_ptr<PostedTransport> posted(new PostedTransport(init, topology));
   const Near near(init, topology);
-  Status ready = map_device_windows(near.init, tag + kWindowStage, &posted->window_.near);
-  if (ready.ok()) ready = posted->make(init, tag);
+  const Status mapped = map_device_windows(near.init, tag + kWindowStage, &posted->window_.near);
+  const Status ready = posted->make(init, tag, mapped);
   int sharing = 0;
   TW_RETURN_IF_FAILED(meet_devices(init, tag + kReadyStage, ready, &sharing));
   const net::Meeting meeting{init.bootstrap, init.members, tag + kNetworkStage, init.deadline};
@@ -102,15 +102,16 @@ Status PostedTransport::create(const BackendInit& init, uint64_t tag, DeviceWind
   return {};
 }
 
-// Makes what this rank, or its host's ranks, make alone.
-Status PostedTransport::make(const BackendInit& init, uint64_t tag) {
+// Makes what this rank, or its host's ranks, make alone. `mapped`: how mapping windows went. Mates meet in any case.
+Status PostedTransport::make(const BackendInit& init, uint64_t tag, const Status& mapped) {
   const Near near(init, topology_);
   window_.me = static_cast<int>(std::ranges::find(near.ranks, init.context->me) - near.ranks.begin());
-  TW_RETURN_IF_FAILED(tabulate(near, &window_));
-  TW_RETURN_IF_FAILED(make_outgoing(init, posts_.outgoing_bytes(), &out_));
-  if (map_.shape().exact()) {
-    TW_RETURN_IF_FAILED(share(near, tag + kArrivalsStage, posts_.arrival_bytes(), &arrivals_));
-  }
+  Status ready = mapped;
+  if (posts_.told > INT32_MAX) ready = fail(twUnsupported, "load statistics of so many ranks and experts do not fit");
+  if (ready.ok()) ready = tabulate(near, &window_);
+  if (ready.ok()) ready = make_outgoing(init, posts_.outgoing_bytes(), &out_);
+  if (map_.shape().exact()) ready = share(near, tag + kArrivalsStage, ready, posts_.arrival_bytes(), &arrivals_);
+  TW_RETURN_IF_FAILED(std::move(ready));
   const auto ranks = static_cast<size_t>(map_.shape().ranks);
   const auto channels = static_cast<size_t>(map_.shape().channels);
   TW_RETURN_IF_FAILED(allocate(channels * ranks, &arrived_));
@@ -119,10 +120,10 @@ Status PostedTransport::make(const BackendInit& init, uint64_t tag) {
   return fill(reinterpret_cast<std::byte*>(told_), first.data(), first.size() * sizeof first[0]);
 }
 
-Status PostedTransport::share(const Near& near, uint64_t tag, uint64_t bytes, Memory* memory) const {
+Status PostedTransport::share(const Near& near, uint64_t tag, const Status& ready, uint64_t bytes, Memory* memory) {
   memory->me = window_.me;
   TW_RETURN_IF_FAILED(share_device_memory(
-      near.init, tag, bytes, [bytes](std::byte* data) { return clear(data, bytes); }, &memory->near));
+      near.init, tag, ready, bytes, [bytes](std::byte* data) { return clear(data, bytes); }, &memory->near));
   return tabulate(near, memory);
 }
 
@@ -138,13 +139,13 @@ Status PostedTransport::make_outgoing(const BackendInit& init, uint64_t bytes, M
   return clear(own->data(), bytes);  // nothing of what was there before leaves
 }
 
-Status PostedTransport::tabulate(const Near& near, Memory* memory) const {
+Status PostedTransport::tabulate(const Near& near, Memory* memory) {
   std::vector<std::byte*> begins(static_cast<size_t>(topology_.size()));
   for (size_t i = 0; i < near.ranks.size(); ++i) {
     begins[static_cast<size_t>(near.ranks[i])] = memory->near.by_rank[i]->data();
   }
   TW_RETURN_IF_FAILED(allocate(begins.size(), &memory->table));
-  const_cast<PostedTransport*>(this)->tables_.push_back(memory->table);
+  tables_.push_back(memory->table);
   return fill(reinterpret_cast<std::byte*>(memory->table), begins.data(), begins.size() * sizeof begins[0]);
 }
 
@@ -155,13 +156,19 @@ Status PostedTransport::add(const BackendInit& init, uint64_t tag, const Memory&
 }
 
 Status PostedTransport::make_arrivals(const BackendInit& init) {
-  if (arrivals_.data() != nullptr) return {};
+  if (arrivals_.number >= 0) return {};  // alike on all ranks, as it comes last
   const Near near(init, topology_);
   const uint64_t bytes = posts_.arrival_bytes();
-  const Status shared = share(near, init.tag + kArrivalsStage, bytes, &arrivals_);
-  TW_RETURN_IF_FAILED(
-      agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices, shared));
-  return add(init, init.tag + kAddArrivalsStage, arrivals_, 0, bytes, &arrivals_.number);
+  Memory made;
+  Status ready = share(near, init.tag + kArrivalsStage, {}, bytes, &made);
+  ready = agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices, ready);
+  if (ready.ok()) ready = add(init, init.tag + kAddArrivalsStage, made, 0, bytes, &made.number);
+  if (ready.ok()) {
+    arrivals_ = std::move(made);
+  } else {
+    former_.push_back(std::move(made));  // the network may know it
+  }
+  return ready;
 }
 
 // The window grows where it is; what goes out and what arrives is made anew.
@@ -171,13 +178,13 @@ Status PostedTransport::prepare_growth(const BackendInit& init, WindowMap* grown
   next_posts_ = PostsMap::make(*grown, 0);
   next_posts_.told = posts_.told;  // load statistics stay what they are
   next_out_ = next_arrivals_ = {};
-  const uint64_t arriving = arrivals_.data() != nullptr ? next_posts_.arrival_bytes() : 0;
+  const uint64_t arriving = arrivals_.number >= 0 ? next_posts_.arrival_bytes() : 0;
   Status ready = grow_device_windows(near.init, init.tag + kWindowStage, *grown, window_.near);
-  if (ready.ok() && arriving > 0) ready = share(near, init.tag + kArrivalsStage, arriving, &next_arrivals_);
   if (ready.ok()) ready = make_outgoing(init, next_posts_.outgoing_bytes(), &next_out_);
+  if (arriving > 0) ready = share(near, init.tag + kArrivalsStage, ready, arriving, &next_arrivals_);
   TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices,
                             std::move(ready)));
-  Piece piece{grown->channels(), grown->channels_bytes(), -1};
+  Piece piece{grown->channels(), grown->channels_bytes(), -1};  // for the network, once it has it
   TW_RETURN_IF_FAILED(add(init, init.tag + kAddWindowStage, window_, piece.begin, piece.bytes, &piece.number));
   pieces_.insert(pieces_.begin(), piece);
   TW_RETURN_IF_FAILED(
@@ -186,7 +193,10 @@ Status PostedTransport::prepare_growth(const BackendInit& init, WindowMap* grown
   return add(init, init.tag + kAddArrivalsStage, next_arrivals_, 0, arriving, &next_arrivals_.number);
 }
 
-void PostedTransport::end_growth(bool grown) {
+// What the network knows stays until it ends, and a window's part with it, so that a group may not grow there again.
+void PostedTransport::end_growth(bool grown, bool certain) {
+  const bool known = !pieces_.empty() && pieces_.front().begin == next_map_.channels();
+  if (!grown && certain && !known) drop_growth(window_.near, window_.me, false, next_map_);
   if (grown) {
     std::swap(out_, next_out_);
     std::swap(arrivals_, next_arrivals_);
@@ -262,6 +272,7 @@ Status PostedTransport::begin(const GroupView& view, const MovedStep& step) {
 
 Status PostedTransport::start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool) {
   constexpr uint64_t kEach = 64 << 10;  // bytes for a rank of this host that are worth a block
+  constexpr uint64_t kMostParts = 16;
   const int channel = step.at.channel;
   const auto ranks = static_cast<uint64_t>(map_.shape().ranks);
   PostParams p{};
@@ -275,13 +286,15 @@ Status PostedTransport::start(const GroupView& view, const MovedStep& step, cons
   p.arrived = arrived_ + ranks * static_cast<uint64_t>(channel);
   uint64_t most = 0;
   for (const Region& region : blocks.regions) most += region.bytes;
-  const bool alone = topology_.mates(view.me).size() == 1;  // what it copies to itself is little
-  p.parts = alone ? 1 : static_cast<int>(std::clamp<uint64_t>(most / kEach, 1, 16));
+  // As many blocks as the step may have, for the ranks of this host together, this one too.
+  const auto mates = static_cast<int>(topology_.mates(view.me).size());
+  const auto each = static_cast<uint64_t>(std::max(1, step.blocks / mates));
+  p.parts = static_cast<int>(std::clamp<uint64_t>(most / kEach, 1, std::min(each, kMostParts)));
   return launched("the posts of a step", launch_post(p, step.stream));
 }
 
-Status PostedTransport::join(const GroupView& view, const MovedStep& step, bool waits) {
-  if (waits) return {};
+Status PostedTransport::join(const GroupView& view, const MovedStep& step) {
+  if (step.waits) return {};
   const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, -1};
   return launched("a wait for signals", launch_await_signals(p, step.stream));
 }

@@ -11,8 +11,6 @@
 // step is posted behind what it has read of the bank that a peer writes next.
 #pragma once
 
-#include <atomic>
-
 #include "core/near.h"
 #include "cuda/launch/posts.h"
 #include "cuda/transport/network.h"
@@ -40,10 +38,10 @@ class PostedTransport final : public StagedTransport {
 
   Status begin(const GroupView& view, const MovedStep& step) override;
   Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
-  Status join(const GroupView& view, const MovedStep& step, bool waits) override;
+  Status join(const GroupView& view, const MovedStep& step) override;
   bool over_carrier() const override { return false; }
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
-  void end_growth(bool grown) override;
+  void end_growth(bool grown, bool certain) override;
   void abort() override;
 
  private:
@@ -53,7 +51,10 @@ class PostedTransport final : public StagedTransport {
     int me = 0;          // among these
     int number = -1;
     std::byte** table = nullptr;  // [N] in device memory: where it begins at each rank of this host, NULL elsewhere
-    std::byte* data() const { return near.by_rank.empty() ? nullptr : near.by_rank[static_cast<size_t>(me)]->data(); }
+    std::byte* data() const {
+      const auto at = static_cast<size_t>(me);
+      return at < near.by_rank.size() && near.by_rank[at] != nullptr ? near.by_rank[at]->data() : nullptr;
+    }
   };
   // A part of the window, which is one of the network's memories.
   struct Piece {
@@ -63,10 +64,10 @@ class PostedTransport final : public StagedTransport {
   };
 
   PostedTransport(const BackendInit& init, const Topology& topology);
-  Status make(const BackendInit& init, uint64_t tag);
-  Status share(const Near& near, uint64_t tag, uint64_t bytes, Memory* memory) const;
+  Status make(const BackendInit& init, uint64_t tag, const Status& mapped);
+  Status share(const Near& near, uint64_t tag, const Status& ready, uint64_t bytes, Memory* memory);
   Status make_outgoing(const BackendInit& init, uint64_t bytes, Memory* memory) const;
-  Status tabulate(const Near& near, Memory* memory) const;
+  Status tabulate(const Near& near, Memory* memory);
   Status add(const BackendInit& init, uint64_t tag, const Memory& memory, uint64_t begin, uint64_t bytes, int* number);
 
   NetPlace in_window(uint64_t offset) const;

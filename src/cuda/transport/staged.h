@@ -11,7 +11,6 @@
 // What breaks if this changes: S1 (over a carrier the host names the bank) and S4 (signals are moved behind rows).
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -45,7 +44,9 @@ struct MovedStep {
   StepPlace at;
   twPhase_t phase;
   void* stream;
-  bool has_bank;  // a view is in the bank of `at`; over a carrier that is every step's
+  bool has_bank;  // a view is in the bank of `at`. Over a carrier nobody asks: the host names every step's bank
+  bool waits;     // the kernel that receives waits for signals before it looks at rows
+  int blocks;     // that kernels may have (S8, sm_limit)
 };
 
 class StagedTransport {
@@ -64,16 +65,15 @@ class StagedTransport {
   virtual Status begin(const GroupView& view, const MovedStep& step) = 0;
   // Begins to move the signals and the blocks of a step, into its bank or, if they `land`, to receive_offset().
   virtual Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) = 0;
-  // Makes whatever comes next on the stream follow that move. `waits`: the kernel behind it waits for signals before it
-  // looks at rows.
-  virtual Status join(const GroupView& view, const MovedStep& step, bool waits) = 0;
+  // Makes whatever comes next on the stream follow that move.
+  virtual Status join(const GroupView& view, const MovedStep& step) = 0;
   // Whether hosts must make the same moves as their peers, also where their kernels have nothing to send; then a rank's
   // host watches how far its steps are, too.
   virtual bool over_carrier() const = 0;
   // Makes memory for what goes out by a larger map, and room for what comes in by it. What graphs and moves of before
   // use stays until the group ends. end_growth: see Backend. Collective; uses tags from init.tag on.
   virtual Status prepare_growth(const BackendInit& init, WindowMap* grown) = 0;
-  virtual void end_growth(bool grown) = 0;
+  virtual void end_growth(bool grown, bool certain) = 0;
   // What the carrier has given for these ranks; -1: there is none.
   virtual int64_t carrier_channel() const { return -1; }
   // Ends the moves that are under way, soon; may be called from any thread.

@@ -55,8 +55,9 @@ __device__ inline int loads_bank(const GroupView& g, uint32_t dispatch) {
 __device__ inline std::byte* loads_target(const GroupView& g, int channel, uint32_t dispatch, int rank) {
   if (!is_staged(g)) return window_of(g, rank) + g.map.loads(channel, loads_bank(g, dispatch), g.me);
   const uint64_t words = WindowMap::loads_words(g.map.shape()) * static_cast<uint64_t>(rank);
-  return g.out_signals + g.posts * static_cast<int>(dispatch & 1) + outgoing_loads(g.map.shape().ranks) +
-         sizeof(uint64_t) * words;
+  // Posted words are in the bank of their step, which the network may still read while the next one is written (T3).
+  const auto bank = g.posts != 0 ? static_cast<int>((g.channels[channel].step + 1) & 1) : 0;
+  return g.out_signals + g.posts * bank + outgoing_loads(g.map.shape().ranks) + sizeof(uint64_t) * words;
 }
 
 // Gives a partial's place in its owner's inbox, as an offset from target_of: by the owner's token and position where

@@ -386,22 +386,22 @@ Status grow_own_window(const BackendInit& init, const WindowMap& grown, std::sha
 }
 
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows) {
-  const auto ready = [&](std::byte* window) { return prepare(*init.context, window); };
-  return share_device_memory(init, tag, init.context->map.bytes(), ready, windows);
+  const auto begin = [&](std::byte* window) { return prepare(*init.context, window); };
+  return share_device_memory(init, tag, {}, init.context->map.bytes(), begin, windows);
 }
 
-Status share_device_memory(const BackendInit& init, uint64_t tag, uint64_t bytes,
-                           const std::function<Status(std::byte*)>& ready, DeviceWindows* windows) {
+Status share_device_memory(const BackendInit& init, uint64_t tag, const Status& ready, uint64_t bytes,
+                           const std::function<Status(std::byte*)>& prepare, DeviceWindows* windows) {
   const int me = own_number(init);
   const bool local = init.bootstrap->in_process();
   const Driver* driver = nullptr;
   std::shared_ptr<DeviceMapping> own;
   Parcel mine;
   const std::vector<int> readers = readers_of(init);
-  Status made = find_driver(&driver);
+  Status made = ready.ok() ? find_driver(&driver) : ready;
   for (size_t i = 0; i < readers.size() && made.ok(); ++i) made = check_peer(readers[i], init.device, me);
   if (made.ok()) made = DeviceMapping::create(*driver, init.device, readers, bytes, handle_kinds(init, *driver), &own);
-  if (made.ok()) made = ready(own->data());
+  if (made.ok()) made = prepare(own->data());
   Offer offer;
   if (made.ok() && !local) made = export_part(init, *own, &offer, &mine);
   const uint64_t numbered = made.ok() && local ? local_windows().add(own) : 0;

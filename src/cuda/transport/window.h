@@ -1,6 +1,6 @@
 // Window memory on devices: CUDA virtual memory of each rank, exported as a fabric handle or a file descriptor
-// (transport/handles.h) and mapped by every peer; between ranks of one process the same mapping; over a staged
-// transport memory of a rank's own, from cudaMalloc.
+// (transport/handles.h) and mapped by every peer; between ranks of one process the same mapping; over a carrier
+// memory of a rank's own, from cudaMalloc.
 //
 // Takes what a backend is made from (BackendInit) and gives a mapping per rank. A mapping is unmapped and released
 // once, by who lets go of it last.
@@ -113,10 +113,10 @@ Status clear(std::byte* memory, uint64_t bytes);
 Status fill(std::byte* memory, const void* from, uint64_t bytes);
 // The kinds of handles that memory is made for which ranks have of each other.
 HandleKinds handle_kinds(const BackendInit& init, const Driver& driver);
-// Makes memory on all members' devices, and maps that of all: `ready` prepares this rank's before a peer can map it.
-// Collective; uses `tag`.
-Status share_device_memory(const BackendInit& init, uint64_t tag, uint64_t bytes,
-                           const std::function<Status(std::byte*)>& ready, DeviceWindows* windows);
+// Makes memory on all members' devices, and maps that of all: `prepare` makes this rank's ready before a peer can map
+// it. `ready`: how this rank's part before it went, which the others are told. Collective; uses `tag`.
+Status share_device_memory(const BackendInit& init, uint64_t tag, const Status& ready, uint64_t bytes,
+                           const std::function<Status(std::byte*)>& prepare, DeviceWindows* windows);
 // Makes this rank's window, zero but for its signals, and maps those of all members. Collective; uses `tag`.
 Status map_device_windows(const BackendInit& init, uint64_t tag, DeviceWindows* windows);
 // Adds room for the channels of a larger map to all windows, at their addresses; zero. Collective; uses `tag`. Where it
