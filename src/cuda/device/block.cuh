@@ -67,6 +67,21 @@ __device__ inline Vec16 load_fresh<Vec16>(const void* from) {
   return {value.x, value.y};
 }
 
+// Copies what an earlier kernel has left, by as many threads as `step`, of which this one is `first`; by the widest
+// accesses that all three allow.
+template <class V>
+__device__ inline void copy_as(const std::byte* from, std::byte* to, uint64_t bytes, uint64_t first, uint64_t step) {
+  for (uint64_t i = first; i < bytes / sizeof(V); i += step) {
+    put_data(reinterpret_cast<V*>(to) + i, load_fresh<V>(from + i * sizeof(V)));
+  }
+}
+__device__ inline void copy_bytes(const std::byte* from, std::byte* to, uint64_t bytes, uint64_t first, uint64_t step) {
+  const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
+  if (all % 16 == 0) return copy_as<uint4>(from, to, bytes, first, step);
+  if (all % 4 == 0) return copy_as<uint32_t>(from, to, bytes, first, step);
+  copy_as<unsigned char>(from, to, bytes, first, step);
+}
+
 // Gives the sum of a warp's values up to and including this thread's.
 template <class T>
 __device__ inline T sum_through(T value) {

@@ -47,22 +47,6 @@ __device__ void tell(const GroupView& g, const NetView& net, const PostSignals& 
   told = signal;
 }
 
-// Copies bytes of this device to a window of this host, by the blocks that copy for one rank.
-template <class V>
-__device__ void copy_as(const std::byte* from, std::byte* to, uint64_t bytes, int part, int parts) {
-  const uint64_t all = bytes / sizeof(V);
-  const auto step = static_cast<uint64_t>(parts * kPostThreads);
-  for (uint64_t i = static_cast<uint64_t>(part) * kPostThreads + threadIdx.x; i < all; i += step) {
-    put_data(reinterpret_cast<V*>(to) + i, load_fresh<V>(from + i * sizeof(V)));
-  }
-}
-__device__ void copy(const std::byte* from, std::byte* to, uint64_t bytes, int part, int parts) {
-  const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
-  if (all % 16 == 0) return copy_as<uint4>(from, to, bytes, part, parts);
-  if (all % 4 == 0) return copy_as<uint32_t>(from, to, bytes, part, parts);
-  copy_as<unsigned char>(from, to, bytes, part, parts);
-}
-
 // Whether rows come with a signal, and not only word that there are none.
 __device__ bool brings(Mode mode) { return mode != Mode::kRefused && mode != Mode::kSkip && mode != Mode::kNone; }
 
@@ -107,7 +91,8 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
     const Way way = way_of(p, region, rank, bank, counts);
     if (near) {
       std::byte* const to = region.near.begins[rank] + region.near.offset + way.there;
-      copy(region.at + way.here, to, bytes, part, p.parts);
+      copy_bytes(region.at + way.here, to, bytes, static_cast<uint64_t>(part) * kPostThreads + threadIdx.x,
+                 static_cast<uint64_t>(p.parts) * kPostThreads);
     } else if (threadIdx.x == 0) {
       net_put(p.net, p.channel, rank, beyond(region.to, way.there), beyond(region.from, way.here), bytes);
     }

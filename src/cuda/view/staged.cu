@@ -19,19 +19,6 @@ namespace {
 
 constexpr int kLandThreads = 256;
 
-template <class V>
-__device__ void copy_row(const std::byte* from, std::byte* to, uint64_t bytes) {
-  for (uint64_t i = threadIdx.x; i < bytes / sizeof(V); i += blockDim.x) {
-    reinterpret_cast<V*>(to)[i] = load_fresh<V>(from + i * sizeof(V));
-  }
-}
-__device__ void copy(const std::byte* from, std::byte* to, uint64_t bytes) {
-  const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
-  if (all % 16 == 0) return copy_row<uint4>(from, to, bytes);
-  if (all % 4 == 0) return copy_row<uint32_t>(from, to, bytes);
-  copy_row<unsigned char>(from, to, bytes);
-}
-
 __global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constant__ LandParams p) {
   const WindowMap& map = p.group.map;
   const Shape& shape = map.shape();
@@ -45,10 +32,12 @@ __global__ void __launch_bounds__(kLandThreads) land_kernel(const __grid_constan
       const auto to = static_cast<uint64_t>(begin + row);
       for (int q = 0; q < shape.payloads; ++q) {
         const uint64_t bytes = shape.payload_bytes[q];
-        copy(p.from + map.payload_begin(q) + from * bytes, bank + map.payload_begin(q) + to * bytes, bytes);
+        copy_bytes(p.from + map.payload_begin(q) + from * bytes, bank + map.payload_begin(q) + to * bytes, bytes,
+                   threadIdx.x, blockDim.x);
       }
       const uint64_t meta = meta_bytes(shape.top_k);
-      copy(p.from + map.meta_begin() + from * meta, bank + map.meta_begin() + to * meta, meta);
+      copy_bytes(p.from + map.meta_begin() + from * meta, bank + map.meta_begin() + to * meta, meta, threadIdx.x,
+                 blockDim.x);
     }
   }
 }
