@@ -18,9 +18,6 @@ using tw::fail;
 using tw::Status;
 using tw::Value;
 
-// The tag of a meeting before a comm's first occasion, behind that of meet_hosts.
-constexpr uint64_t kEngineStage = (uint64_t{1} << 16) + 1;
-
 Status check_provider(const std::string& provider) {
   for (const char* const known : tw::net::kProviders) {
     if (provider == known) return {};
@@ -52,72 +49,32 @@ class Engines {
 };
 
 Status create_fabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
-  if (comm == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("comm"));
-  TW_RETURN_IF_FAILED(tw::api::check_rank(rank, nranks));
   tw::Environment environment;
   twCommConfig_t config;
-  TW_RETURN_IF_FAILED(tw::api::read_comm_config(given, &environment, &config));
-  if (config.allgather == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("config.allgather"));
-  TW_RETURN_IF_FAILED(tw::check_range("config.ranks_per_host", config.ranks_per_host, 0, TW_MAX_RANKS));
+  TW_RETURN_IF_FAILED(tw::api::read_hosts_config(comm, rank, nranks, given, &environment, &config));
   tw::net::FabricOptions options;
   if (config.provider != nullptr) options.provider = config.provider;
   // Waits end by the groups' timeouts, however long these are, and by asking who is to blame.
   options.patience = std::chrono::hours(24 * 365);
   TW_RETURN_IF_FAILED(check_provider(options.provider));
-  const auto gather = [&](const void* mine, void* all, size_t bytes) {
-    return config.allgather(mine, all, bytes, config.allgather_context);
-  };
-  const tw::TimePoint deadline = tw::api::after(config.timeout_ms);
-  auto hosts = std::make_unique<tw::Hosts>();
   const tw::api::Alike alike{std::to_string(config.ranks_per_host) + " and " + options.provider,
                              tw::compose("{} or {}", Argument("config.ranks_per_host"), Argument("config.provider"))};
-  std::unique_ptr<tw::Bootstrap> mesh;
-  TW_RETURN_IF_FAILED(
-      tw::api::meet_hosts(rank, nranks, gather, config.ranks_per_host, alike, {}, deadline, hosts.get(), &mesh));
-  std::vector<int> all;
-  for (int member = 0; member < nranks; ++member) all.push_back(member);
+  tw::api::MetHosts met;
+  TW_RETURN_IF_FAILED(tw::api::meet_hosts(rank, nranks, config, alike, {}, &met));
   auto engines = std::make_shared<Engines>(options, nranks);
-  const bool several = *std::max_element(hosts->of.begin(), hosts->of.end()) > 0;
-  if (several) TW_RETURN_IF_FAILED(engines->connect_first({mesh.get(), all, kEngineStage, deadline}));
-  hosts->connect = [engines](const tw::net::Meeting& meeting, std::unique_ptr<tw::net::Engine>* engine) {
+  const bool several = *std::max_element(met.hosts->of.begin(), met.hosts->of.end()) > 0;
+  if (several) {
+    TW_RETURN_IF_FAILED(engines->connect_first({met.mesh.get(), met.all, tw::api::kBehindMeeting, met.deadline}));
+  }
+  met.hosts->connect = [engines](const tw::net::Meeting& meeting, std::unique_ptr<tw::net::Engine>* engine) {
     return engines->connect(meeting, engine);
   };
-  *comm = tw::api::make_comm(std::move(mesh), environment, config.timeout_ms);
-  (*comm)->hosts = std::move(hosts);
+  *comm = tw::api::make_comm(std::move(met.mesh), environment, config.timeout_ms);
+  (*comm)->hosts = std::move(met.hosts);
   return {};
 }
 
 }  // namespace
-
-namespace tw::api {
-namespace {
-
-constexpr uint64_t kMeshStage = uint64_t{1} << 16;  // a tag before a comm's first occasion
-constexpr char kConnecting[] = "connecting the ranks of a host";
-
-// Connects the ranks of this host, which are those with this rank's number in `of`.
-Status connect_host(int rank, const std::string& address, TimePoint deadline, Hosts* hosts) {
-  const int mine = hosts->of[static_cast<size_t>(rank)];
-  int count = 0;
-  for (const int host : hosts->of) hosts->local.push_back(host == mine ? count++ : -1);
-  return connect_mesh(hosts->local[static_cast<size_t>(rank)], count, address, deadline, &hosts->among);
-}
-
-}  // namespace
-
-Status meet_hosts(int rank, int size, const std::function<int(const void*, void*, size_t)>& allgather,
-                  int ranks_per_host, const Alike& alike, const Status& ready, TimePoint deadline, Hosts* hosts,
-                  std::unique_ptr<Bootstrap>* mesh) {
-  std::string address;
-  TW_RETURN_IF_FAILED(agree_on_hosts(rank, size, allgather, ranks_per_host, &hosts->of, &address));
-  TW_RETURN_IF_FAILED(connect_tcp(rank, size, allgather, alike.note, alike.what, deadline, mesh));
-  std::vector<int> all;
-  for (int member = 0; member < size; ++member) all.push_back(member);
-  const Status met = ready.ok() ? connect_host(rank, address, deadline, hosts) : ready;
-  return agree(**mesh, all, kMeshStage, deadline, kConnecting, met);
-}
-
-}  // namespace tw::api
 
 twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
   return tw::api::enter([&] { return create_fabric(comm, rank, nranks, given); });

@@ -16,36 +16,21 @@ using tw::Argument;
 using tw::fail;
 using tw::Status;
 
-// The tag of a meeting before a comm's first occasion, behind that of meet_hosts.
-constexpr uint64_t kNetworkStage = (uint64_t{1} << 16) + 1;
-
 Status create_gin(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* given) {
-  if (comm == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("comm"));
-  TW_RETURN_IF_FAILED(tw::api::check_rank(rank, nranks));
   tw::Environment environment;
   twCommConfig_t config;
-  TW_RETURN_IF_FAILED(tw::api::read_comm_config(given, &environment, &config));
-  if (config.allgather == nullptr) return fail(twInvalidArgument, "{} is NULL", Argument("config.allgather"));
-  TW_RETURN_IF_FAILED(tw::check_range("config.ranks_per_host", config.ranks_per_host, 0, TW_MAX_RANKS));
+  TW_RETURN_IF_FAILED(tw::api::read_hosts_config(comm, rank, nranks, given, &environment, &config));
   int device = config.device;
   const Status usable = tw::api::find_device("config.device", &device);
-  const auto gather = [&](const void* mine, void* all, size_t bytes) {
-    return config.allgather(mine, all, bytes, config.allgather_context);
-  };
-  const tw::TimePoint deadline = tw::api::after(config.timeout_ms);
-  const std::string note = std::to_string(config.ranks_per_host) + " on CUDA devices";
-  std::unique_ptr<tw::Bootstrap> mesh;
-  auto hosts = std::make_unique<tw::Hosts>();
-  TW_RETURN_IF_FAILED(tw::api::meet_hosts(rank, nranks, gather, config.ranks_per_host,
-                                          {note, tw::compose("{}", Argument("config.ranks_per_host"))}, usable,
-                                          deadline, hosts.get(), &mesh));
+  const tw::api::Alike alike{std::to_string(config.ranks_per_host) + " on CUDA devices",
+                             tw::compose("{}", Argument("config.ranks_per_host"))};
+  tw::api::MetHosts met;
+  TW_RETURN_IF_FAILED(tw::api::meet_hosts(rank, nranks, config, alike, usable, &met));
 #if TOKENWAY_WITH_CUDA
-  std::vector<int> all;
-  for (int member = 0; member < nranks; ++member) all.push_back(member);
-  TW_RETURN_IF_FAILED(tw::try_network(*mesh, all, kNetworkStage, deadline, device));
+  TW_RETURN_IF_FAILED(tw::try_network(*met.mesh, met.all, tw::api::kBehindMeeting, met.deadline, device));
 #endif
-  *comm = tw::api::make_comm(std::move(mesh), environment, config.timeout_ms);
-  (*comm)->hosts = std::move(hosts);
+  *comm = tw::api::make_comm(std::move(met.mesh), environment, config.timeout_ms);
+  (*comm)->hosts = std::move(met.hosts);
   (*comm)->device = device;
   return {};
 }

@@ -52,10 +52,24 @@ def folder_allgather(rank: int, nranks: int, address: str) -> Callable[[bytes], 
     return allgather
 
 
+class ByAllgather:
+    """How the harness's ranks on several hosts meet: by `connect(rank, nranks, allgather)` of the class."""
+
+    connect: Callable[..., tw.Comm]
+
+    @classmethod
+    def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
+        return cls.connect(rank, nranks, folder_allgather(rank, nranks, address))
+
+    @classmethod
+    def local_comms(cls, nranks: int) -> list[tw.Comm]:
+        return connect_threads(nranks, lambda rank, allgather: cls.connect(rank, nranks, allgather))
+
+
 def made_of(base: Any) -> Any:
     """The harness's class: as the CPU's, but for how ranks meet."""
 
-    class Fabric(base):  # type: ignore[misc, valid-type]
+    class Fabric(ByAllgather, base):  # type: ignore[misc, valid-type]
         name = "fabric"
         lacks = base.lacks | {"memory in common"}  # docs/BACKENDS.md
         death_seen = 4.0  # a peer's end is told by its connection, and passed on
@@ -69,13 +83,5 @@ def made_of(base: Any) -> Any:
         def connect(rank: int, nranks: int, allgather: Any) -> tw.Comm:
             each = ranks_per_host()
             return tw.Comm.fabric(rank, nranks, allgather, ranks_per_host=each or None, timeout=COMM_TIMEOUT)
-
-        @classmethod
-        def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
-            return cls.connect(rank, nranks, folder_allgather(rank, nranks, address))
-
-        @classmethod
-        def local_comms(cls, nranks: int) -> list[tw.Comm]:
-            return connect_threads(nranks, lambda rank, allgather: cls.connect(rank, nranks, allgather))
 
     return Fabric

@@ -10,8 +10,7 @@ from typing import Any
 
 from device_backend import COMM_TIMEOUT, Cuda
 from emulated_backend import Emulated, Place
-from fabric_backend import folder_allgather, ranks_per_host
-from portable_backend import connect_threads
+from fabric_backend import ByAllgather, ranks_per_host
 
 import tokenway as tw
 from tokenway import cuda
@@ -21,7 +20,7 @@ from tokenway.balance import copies, messages
 def made_of(base: Any, named: str) -> Any:
     """The harness's class: as `base`, but for how ranks meet."""
 
-    class Gin(base):  # type: ignore[misc, valid-type]
+    class Gin(ByAllgather, base):  # type: ignore[misc, valid-type]
         name = named
         parts = False
         lacks = base.lacks | {"leases", "memory in common"}  # docs/BACKENDS.md
@@ -39,14 +38,6 @@ def made_of(base: Any, named: str) -> Any:
             device = rank % cls.device_count()
             each = ranks_per_host() or None
             return tw.Comm.gin(rank, nranks, allgather, device=device, ranks_per_host=each, timeout=COMM_TIMEOUT)
-
-        @classmethod
-        def comm(cls, rank: int, nranks: int, address: str) -> tw.Comm:
-            return cls.connect(rank, nranks, folder_allgather(rank, nranks, address))
-
-        @classmethod
-        def local_comms(cls, nranks: int) -> list[tw.Comm]:
-            return connect_threads(nranks, lambda rank, allgather: cls.connect(rank, nranks, allgather))
 
     return Gin
 

@@ -25,7 +25,7 @@ namespace tw::cuda {
 
 class Network {
  public:
-  // No kernel that posts is under way, and peers may be gone. Where ended() was called before, peers are told nothing.
+  // No kernel that posts is under way, and peers may be gone. Where abort() was called before, peers are told nothing.
   virtual ~Network() = default;
 
   // Makes memory of the current device, of virtual memory (transport/window.h, DeviceMapping, of one part, made with
