@@ -277,8 +277,9 @@ typedef struct {
 // none of them. A failed dispatch gives its lane back, unless it was send_only: then the handle holds it until it is
 // dispatched again, released or destroyed. On the CUDA backend the peers of a rank that refused find out later. Their
 // handles give the lane back by the combine, which then does nothing but fill its output with NaN, or by
-// twHandleRelease. The handle of the rank that refused holds its lane as well, until it is dispatched again, released
-// or destroyed; a combine that was refused has given it back.
+// twHandleRelease. The handle of the rank that refused holds its lane as well: combine it (twInvalidUsage, which gives
+// the lane back), release or destroy it where peers combine or release theirs, before the next call; dispatch it again
+// only where theirs hold their lanes too. A combine that was refused has given it back.
 TW_API twResult_t twDispatch(twGroup_t group, twHandle_t handle, const twDispatchInput_t* input,
                              twDispatchOutput_t* output);
 

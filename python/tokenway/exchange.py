@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tokenway import _header, _native, arguments, callbacks, tensors
 from tokenway.blocks import Blocks
 from tokenway.counting import Counting
-from tokenway.errors import InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
+from tokenway.errors import InUse, InvalidArgument, InvalidUsage, OutOfMemory, TokenwayError
 from tokenway.handle import Handle, Pending, Tensor, pointer_of, stream_of, unlike
 from tokenway.native_group import NativeGroup
 from tokenway.outputs import Outputs
@@ -107,14 +107,18 @@ class Exchange:
             extra = {f"payloads[{name!r}]": sent.get(name) for name in shape.extra_names}
             error = native.error(result, problem, {"tokens": tokens, **extra}, values, unlike(handle))
             if isinstance(handle, Handle) and not isinstance(error, InvalidUsage):
+                handle.refused = native.place.learns_late and isinstance(error, InvalidArgument)
                 handle.leased = arguments.truth(send_only) or native.place.learns_late  # as twDispatch documents
                 handle._landing = None
             native.torch_views.after(out, error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it would hold this frame, and that the handle, until garbage is collected
         native.torch_views.after(out)
         if handle._shared is not None:
             handle.rewritten()
-        handle.leased, handle.layout, handle.bound = True, layout, b
+        handle.leased, handle.refused, handle.layout, handle.bound = True, False, layout, b
         if handle._unread is not None:
             handle.was_read()
         kept = (tokens, *sent.values(), *given.values(), *lists.values()) if send_only else ()
@@ -238,8 +242,10 @@ class Exchange:
             told = {"layout": layout, "weighting": weighting, "sm_limit": sm_limit}
             inputs = {"rows": rows, "choice_values": values, "weights": weights, "bias": bias}
             error = native.error(result, problem, inputs, told, unlike(handle), **targets)
-            if isinstance(handle, Handle) and native.place.learns_late and isinstance(error, InvalidArgument):
-                handle.leased = False  # as twCombine documents
+            if isinstance(handle, Handle) and native.place.learns_late:
+                refused = handle.refused and isinstance(error, InvalidUsage) and not isinstance(error, InUse)
+                if refused or isinstance(error, InvalidArgument):
+                    handle.leased = handle.refused = False  # as twCombine documents
             native.torch_views.after(given, error)
             raise error
         native.torch_views.after(given)

@@ -101,7 +101,8 @@ class Handle(Generic[Owner]):
     Leases a lane from a dispatch to its combine. Ranks must lease and give back in the same order, so garbage
     collection never does: `combine` or `release` a handle that was dispatched, and complete what was begun with
     `send_only`: a `Pending` that is dropped takes the lane along. On a CUDA device, a handle that is used
-    in a graph which was not made in it must live as long as the graph.
+    in a graph which was not made in it must live as long as the graph. There peers learn late of a dispatch that was
+    refused here: `release` its handle, or `combine` it as they do theirs (InvalidUsage), before the next call.
     """
 
     __slots__ = (
@@ -125,6 +126,7 @@ class Handle(Generic[Owner]):
         "max_recv_tokens",
         "native",
         "pointer",
+        "refused",
         "stream",
         "tokens",
     )
@@ -139,6 +141,7 @@ class Handle(Generic[Owner]):
         self.bound = 0
         self.default_bound = 0  # of its dispatches: what it has room for
         self.leased = False
+        self.refused = False  # its dispatch was, on this rank, and peers may not know: a lease of nothing
         self.counted = False  # counts were exchanged since it was routed, or that was tried: the same on all ranks
         self.max_recv_tokens: int | None = None  # of the last exchange of counts; None: the group's
         # uint8: the C library's arrays of this handle lie in it.
@@ -227,7 +230,7 @@ class Handle(Generic[Owner]):
         """Gives the lane of a dispatch back without a combine, at all ranks at the same place in their calls."""
         self._living()
         _native.check(_native.lib.twHandleRelease(self.pointer))
-        self.leased = False
+        self.leased = self.refused = False
 
     def num_recv_tokens(self) -> tuple[np.ndarray, int]:
         """([N] int32 rows received from each rank by the last dispatch, their sum). On a CUDA device it waits for that
@@ -334,14 +337,17 @@ class Handle(Generic[Owner]):
         raise TypeError("a handle cannot be copied or pickled: it is one of the C library's")
 
     def __del__(self) -> None:
-        # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed.
+        # Freed by the group's own thread, at its next call. A leased lane stays leased until the group is closed, but
+        # for that of a dispatch which was refused here: nothing is there to combine, and peers that combine give theirs
+        # back.
         if not self.pointer or self.native.closed:
             return
-        kept = self._blocks.leased if self.leased else self._blocks.finished
+        leased = self.leased and not self.refused
+        kept = self._blocks.leased if leased else self._blocks.finished
         kept.append((self.pointer, self._memory, self._reusable))
         del self._memory  # the list alone has it now; the views go with this object
-        record = self.native.record() if self.leased else None
-        if self.leased and not (record and record.sticky):  # of a finished group, no lane is of use
+        record = self.native.record() if leased else None
+        if leased and not (record and record.sticky):  # of a finished group, no lane is of use
             text = "a handle that leases a lane was dropped, and the lane with it: combine or release it"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
 

@@ -90,7 +90,9 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
     *channel = handle->channel;
     return {};
   }
+  // Peers that find a channel free have ended a lease whose dispatch this rank was refused, and so does this rank.
   if (wish >= 0) {
+    if (group.channels[wish].refused) give_back(group, *group.channels[wish].holder);
     if (group.channels[wish].holder != nullptr) {
       return fail(twInvalidUsage, "{} {} is held by another handle that was dispatched and not yet combined",
                   Argument("input.lane"), wish);
@@ -100,6 +102,11 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
   }
   *channel = group.channels.next_free(bank);
   if (*channel >= 0) return {};
+  if (const int refused = group.channels.next_refused(); refused >= 0) {
+    give_back(group, *group.channels[refused].holder);
+    *channel = group.channels.next_free(bank);
+    return {};
+  }
   return fail(twInvalidUsage,
               "no free lane: all {} are held by handles that were dispatched and not yet combined; combine or release "
               "one, or create the group with more lanes",
@@ -328,6 +335,10 @@ Status dispatch(twGroup& group, twHandle& handle, DispatchCall* call, int32_t wi
   TW_RETURN_IF_FAILED(choose_channel(group, &handle, wish, &channel, kDispatchBank));
   TW_RETURN_IF_FAILED(drain(group, channel, twPhaseDispatch, call->stream));
   hold(group, handle, channel);
+  group.channels.lease(channel);
+  Channel& state = group.channels[channel];
+  state.refused_before |= state.refused;
+  state.refused = false;
   call->at = group.backend->on_device() ? group.channels.begin_dispatch(channel) : group.channels.begin(channel);
   call->send_only = send_only;
   // Leases are announced for the group's own rows in high throughput. Others go to the bank, which all ranks know by
@@ -386,33 +397,44 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
   TW_RETURN_IF_FAILED(choose_channel(group, handle, wish, &channel, kDispatchBank));
   // The refusal comes first: on a device its step must have the bank that the lease gives a dispatch, as it has at the
   // peers.
+  group.channels.lease(channel);
   Status refused = refuse_on(group, {twPhaseDispatch, true, nullptr, stream, bound, map, {}}, channel, std::move(why));
-  if (handle == nullptr) return refused;
+  if (handle == nullptr) {
+    group.channels.give_back(channel);
+    return refused;
+  }
   part_leases(group, *handle);
   // Then the lease becomes what it is at the peers: their dispatch has failed or, on devices, has gone well as far as
   // they know yet.
   handle->dispatched = false;
   const bool second = group.channels[channel].second;
   give_back(group, *handle);
+  group.channels.give_back(channel);
   handle->refused = learns_late(group);
   handle->exact = map.shape().exact();
   handle->bound = bound > 0 ? bound : default_bound(map.shape(), handle);
+  handle->dispatch.at.channel = channel;
   if (send_only || learns_late(group)) {
     hold(group, *handle, channel);
+    group.channels.lease(channel);
     group.channels[channel].second = !second;
+    group.channels[channel].refused = learns_late(group);
   }
   return refused;
 }
 
 void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream) {
-  if (!handle.refused || handle.channel < 0 || group.comm->carrier == nullptr) return;
+  if (!handle.refused) return;
   handle.refused = false;
-  (void)group.backend->keep_pace(group.channels.begin(handle.channel), handle.bound, sent, stream);
-  if (!group.context.replicas.is_one()) {
-    SharingCall call = sharing_of(group, handle, sent);
-    call.at = group.channels.begin(handle.channel);
-    call.stream = stream;
-    (void)group.backend->keep_sharing_pace(call);
+  const int channel = handle.channel >= 0 ? handle.channel : group.channels.lend(handle.dispatch.at.channel);
+  if (group.comm->carrier != nullptr && channel >= 0) {
+    (void)group.backend->keep_pace(group.channels.begin(channel), handle.bound, sent, stream);
+    if (!group.context.replicas.is_one()) {
+      SharingCall call = sharing_of(group, handle, sent);
+      call.at = group.channels.begin(channel);
+      call.stream = stream;
+      (void)group.backend->keep_sharing_pace(call);
+    }
   }
   give_back(group, handle);  // as at the peers, who think that it went well
 }

@@ -3,11 +3,14 @@
 //
 // S5: leasing is a function of the calls made so far and of nothing else, so ranks that make the same calls in the same
 // order lease the same channels. S1 follows from the place that begin gives; begin_dispatch decides the bank of a view
-// on devices. A rule that depends on timing or on who fails makes ranks wait for each other across channels.
+// on devices. A rule that depends on timing or on who fails makes ranks wait for each other across channels. So does
+// one that depends on how a lease has ended: a rank that was refused a dispatch may leave out the combine that its
+// peers, on devices, make before they learn of it. A lease leaves its channel alike whether a combine ended it or not.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "exchange/signals.h"
@@ -18,13 +21,17 @@ struct twHandle;
 namespace tw {
 
 struct Channel {
-  uint32_t step = 0;                 // the last step that this rank began
-  const twHandle* holder = nullptr;  // from dispatch to combine
-  bool draining = false;             // this rank refused its last step, and has not waited for the peers' signals of it
-  uint32_t viewed = 0;               // the last step whose window the caller was shown
-  int64_t request = 0;               // the gather or reduce that is sent and not finished; 0: none
-  twGroup* requester = nullptr;      // whose that is
-  bool second = false;               // the holder has dispatched an odd number of times on its lease
+  uint32_t step = 0;              // the last step that this rank began
+  twHandle* holder = nullptr;     // from dispatch to combine
+  bool draining = false;          // this rank refused its last step, and has not waited for the peers' signals of it
+  uint32_t viewed = 0;            // the last step whose window the caller was shown
+  int64_t request = 0;            // the gather or reduce that is sent and not finished; 0: none
+  twGroup* requester = nullptr;   // whose that is
+  bool second = false;            // the holder has dispatched an odd number of times on its lease
+  bool odd = false;               // stands before kCombineBank, as far as all ranks see that alike
+  std::optional<bool> odd_after;  // what `odd` is when the lease ends
+  bool refused = false;         // the lease is of a dispatch that this rank was refused, and its peers do not know yet
+  bool refused_before = false;  // it is of one that came behind that, by the same handle
 };
 
 // Where the first dispatch of a lease goes on a device, and the combine after it.
@@ -33,30 +40,43 @@ inline constexpr int kDispatchBank = 1, kCombineBank = 0;
 class Channels {
  public:
   Channels(int count, uint32_t first_step) : channels_(count) {
-    for (Channel& channel : channels_) channel.step = first_step;
+    for (Channel& channel : channels_) {
+      channel.step = first_step;
+      channel.odd = bank_of(first_step + 1) == kCombineBank;
+    }
   }
 
   int size() const { return static_cast<int>(channels_.size()); }
   Channel& operator[](int channel) { return channels_[channel]; }
 
   // Takes the next channel that nobody holds, round robin; -1 if there is none. `bank`: the step's, if it has one (else
-  // -1): a channel that stands before it comes first. So a combine whose handle has released its lane follows the
-  // dispatch there, and no later dispatch has to skip. All ranks count the steps of their calls alike (S5).
-  int next_free(int bank) {
-    int any = -1;
+  // -1): a channel that stands before it comes first, so that fewer dispatches have to skip. All ranks count the steps
+  // of their calls alike (S5).
+  int next_free(int bank) { return take(find(bank)); }
+  // Lends a channel to a combine whose handle has released the one of its dispatch: that one, if nobody holds it, so
+  // that no later dispatch there has to skip. Whose turn it is stays as it was, for ranks that leave the combine out.
+  int lend(int of_dispatch) const {
+    return channels_[of_dispatch].holder == nullptr ? of_dispatch : find(kCombineBank);
+  }
+  // The next channel, round robin, that is leased by a handle of a refused dispatch; -1 if there is none.
+  int next_refused() const {
     for (int i = 0; i < size(); ++i) {
       const int channel = (cursor_ + i) % size();
-      if (channels_[channel].holder != nullptr) continue;
-      if (bank < 0 || bank_of(channels_[channel].step + 1) == bank) return take(channel);
-      if (any < 0) any = channel;
+      if (channels_[channel].refused) return channel;
     }
-    return any < 0 ? -1 : take(any);
+    return -1;
   }
 
+  // Has a dispatch, or its refusal, lease a channel, and lends one to a combine.
+  void lease(int channel) { channels_[channel].odd_after = false; }
+  void borrow(int channel) { channels_[channel].odd_after = channels_[channel].odd; }
   // Makes a channel free again.
   void give_back(int channel) {
-    channels_[channel].holder = nullptr;
-    channels_[channel].second = false;
+    Channel& state = channels_[channel];
+    state.holder = nullptr;
+    state.second = state.refused = state.refused_before = false;
+    state.odd = state.odd_after.value_or(state.odd);
+    state.odd_after.reset();
   }
 
   // Whether there is a step that this rank refused and has not waited for.
@@ -66,7 +86,10 @@ class Channels {
 
   // Begins a step: S1 follows from the place. S2 is for the callers to keep: a handle with a step pending begins no
   // other, and a refused step is drained first.
-  StepPlace begin(int channel) { return {channel, ++channels_[channel].step}; }
+  StepPlace begin(int channel) {
+    channels_[channel].odd = !channels_[channel].odd;
+    return {channel, ++channels_[channel].step};
+  }
 
   // Begins a dispatch on a device. Steps are counted there, and graphs replay them unseen. The host must know a
   // dispatch's bank alone, for views: the first of a lease goes to bank 1, where it is anyway after pairs of dispatch
@@ -82,12 +105,23 @@ class Channels {
     Channel& state = channels_[channel];
     const int bank = state.second ? kCombineBank : kDispatchBank;
     state.step += bank_of(state.step + 1) == bank ? 1 : 2;
+    state.odd = bank == kDispatchBank;
     return {channel, state.step};
   }
 
  private:
+  int find(int bank) const {
+    int any = -1;
+    for (int i = 0; i < size(); ++i) {
+      const int channel = (cursor_ + i) % size();
+      if (channels_[channel].holder != nullptr) continue;
+      if (bank < 0 || channels_[channel].odd == (bank == kCombineBank)) return channel;
+      if (any < 0) any = channel;
+    }
+    return any;
+  }
   int take(int channel) {
-    cursor_ = (channel + 1) % size();
+    if (channel >= 0) cursor_ = (channel + 1) % size();
     return channel;
   }
 

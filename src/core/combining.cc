@@ -12,6 +12,8 @@ namespace {
 // Chooses the channel of a combine: the handle's, or a free one for this step.
 Status choose_combine_channel(twGroup& group, const twHandle& handle, int* channel) {
   *channel = handle.channel;
+  if (*channel >= 0) return {};
+  *channel = group.channels.lend(handle.dispatch.at.channel);
   return *channel >= 0 ? Status{} : choose_channel(group, nullptr, -1, channel, kCombineBank);
 }
 
@@ -51,6 +53,7 @@ Status combine(twGroup& group, twHandle& handle, CombineCall call, bool send_onl
   TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
   TW_RETURN_IF_FAILED(drain(group, channel, twPhaseCombine, call.stream));
   handle.channel_for_this_step = handle.channel < 0;
+  if (handle.channel_for_this_step) group.channels.borrow(channel);
   hold(group, handle, channel);
   call.at = group.channels.begin(channel);
   note_capture(group, handle, call.stream, handle.exact, handle.is_sized());
@@ -76,12 +79,18 @@ Status refuse_combine(twGroup& group, twHandle& handle, const CombineRows& sent,
   TW_RETURN_IF_FAILED(check_not_pending(handle));
   int channel = -1;
   TW_RETURN_IF_FAILED(choose_combine_channel(group, handle, &channel));
+  const bool borrows = handle.channel < 0;
+  if (borrows) group.channels.borrow(channel);
   const Refusal refusal{twPhaseCombine, false, &handle, stream, handle.bound, sent.map, {}, false, sent.values};
   Status refused = refuse_on(group, refusal, channel, std::move(why));
   if (!group.context.replicas.is_one()) {
     refused = refuse_sharing(group, handle, sent, channel, stream, std::move(refused));
   }
-  if (learns_late(group)) give_back(group, handle);  // as at the peers, who think that it went well
+  if (borrows) {
+    group.channels.give_back(channel);
+  } else if (learns_late(group)) {
+    give_back(group, handle);  // as at the peers, who think that it went well
+  }
   return refused;
 }
 

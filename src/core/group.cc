@@ -373,6 +373,19 @@ Sentence name_of(twPhase_t phase) {
   return phases[phase];
 }
 
+// What may be the cause where ranks are on different lanes or banks: a lease that this rank has kept longer than its
+// peers, which learnt late that it was refused a dispatch.
+Sentence remember_refusal(twGroup& group) {
+  for (int channel = 0; channel < group.channels.size(); ++channel) {
+    if (!group.channels[channel].refused && !group.channels[channel].refused_before) continue;
+    return compose(
+        ". A dispatch was refused on this rank, and the handle still holds lane {}: combine or release it where peers "
+        "combine theirs, before the next call",
+        channel);
+  }
+  return {};
+}
+
 void announce(twGroup& group, const ErrorRecord& record) {
   group.backend->announce_abort({static_cast<uint32_t>(record.result), static_cast<uint32_t>(record.reporter),
                                  static_cast<uint32_t>(record.peer), group.arena->gave_up});
@@ -435,8 +448,11 @@ Status finish_group(twGroup& group, ErrorRecord record) {
   if (record.result == twPeerDied) what = "is gone";
   if (record.result == twPeerAborted) what = "gave the group up";
   if (record.result == twCallMismatch) what = "made a different call";
-  record.set_sentence(compose("rank {} {} in {}{}; found by rank {}{}", record.peer, what, name_of(record.phase), where,
-                              record.reporter, mine ? ": this is that rank, and its peers go on without it" : ""));
+  Sentence hint;
+  if (record.result == twCallMismatch || record.result == twTimeout) hint = remember_refusal(group);
+  record.set_sentence(compose("rank {} {} in {}{}; found by rank {}{}{}", record.peer, what, name_of(record.phase),
+                              where, record.reporter, mine ? ": this is that rank, and its peers go on without it" : "",
+                              hint));
   if (mine) record.result = twExcluded;
   record.sticky = 1;
   group.set_error(record);

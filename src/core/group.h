@@ -178,8 +178,8 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t channel, bool s
                        const WindowMap& map, void* stream, Status why);
 Status refuse_counts(twGroup& group, twHandle* handle, int32_t channel, bool send_only, void* stream, Status why);
 Status refuse_combine(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream, Status why);
-// Moves what the peers' hosts move for a combine, where this rank has refused the handle's dispatch: for this rank it
-// is no step.
+// Does for a combine what the peers' hosts do, where this rank has refused the handle's dispatch, and devices make no
+// step: moves what they move over a carrier, and gives the handle's channel back.
 void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream);
 // Gathers and reduces (collectives.cc). call->at becomes the place of the step, channel -1 if none was begun; *request
 // is set by a send_only call.

@@ -166,12 +166,13 @@ TEST(DeviceSide, PairsOfDispatchAndCombineSkipNothing) {
 // Nor do those whose handles release their lanes in between, one after the other or two at once: a combine goes where a
 // dispatch has been, and a dispatch where a pair is over.
 TEST(DeviceSide, ReleasedPairsSkipNothing) {
-  const twHandle* const holder = reinterpret_cast<const twHandle*>(uintptr_t{64});  // only compared with NULL
+  twHandle* const holder = reinterpret_cast<twHandle*>(uintptr_t{64});  // only compared with NULL
   for (const int at_once : {1, 2}) {
     Channels channels(2, 0);
-    const auto step = [&](int bank) {
-      const int channel = channels.next_free(bank);
+    std::vector<int> dispatched;
+    const auto step = [&](int channel, int bank) {
       const uint32_t before = channels[channel].step;
+      bank == kDispatchBank ? channels.lease(channel) : channels.borrow(channel);
       channels[channel].holder = holder;
       const StepPlace at = bank == kDispatchBank ? channels.begin_dispatch(channel) : channels.begin(channel);
       EXPECT_EQ(at.step, before + 1) << "lane " << channel;
@@ -179,16 +180,53 @@ TEST(DeviceSide, ReleasedPairsSkipNothing) {
       channels.give_back(channel);
     };
     for (int round = 0; round < 4; ++round) {
-      for (int i = 0; i < at_once; ++i) step(kDispatchBank);
-      for (int i = 0; i < at_once; ++i) step(kCombineBank);
+      for (int i = 0; i < at_once; ++i) {
+        dispatched.push_back(channels.next_free(kDispatchBank));
+        step(dispatched.back(), kDispatchBank);
+      }
+      for (const int channel : dispatched) step(channels.lend(channel), kCombineBank);
+      dispatched.clear();
     }
     EXPECT_EQ(channels[0].step, channels[1].step) << "both lanes are used alike";
     EXPECT_EQ(channels[0].step, 4u * static_cast<uint32_t>(at_once));
     channels[0].holder = channels[1].holder = holder;
     EXPECT_EQ(channels.next_free(kDispatchBank), -1);
     channels.give_back(1);
-    EXPECT_EQ(channels.next_free(kCombineBank), 1) << "the only free one, wherever it stands";
+    EXPECT_EQ(channels.lend(0), 1) << "the only free one, wherever it stands";
   }
+}
+
+// A rank that was refused a dispatch may end its lease otherwise than its peers, which learn late: all lease the same
+// channels afterwards.
+TEST(DeviceSide, LeasesLeaveTheirChannelsAlike) {
+  twHandle* const holder = reinterpret_cast<twHandle*>(uintptr_t{64});  // only compared with NULL
+  enum End { kCombined, kReleased, kBorrowed, kRefused };
+  const auto lanes_behind = [&](End end) {
+    Channels channels(3, 0);
+    std::vector<int> lanes;
+    for (int round = 0; round < 7; ++round) {
+      const bool ends_so = round % 2 == 0;
+      const int channel = channels.next_free(kDispatchBank);
+      lanes.push_back(channel);
+      channels.lease(channel);
+      channels[channel].holder = holder;
+      ends_so&& end == kRefused ? channels.begin_refusal(channel) : channels.begin_dispatch(channel);
+      if (!ends_so || end == kCombined) channels.begin(channel);
+      channels.give_back(channel);
+      if (ends_so && end == kBorrowed) {
+        const int lent = channels.lend(channel);
+        channels.borrow(lent);
+        channels.begin(lent);
+        channels.give_back(lent);
+      }
+      if (round == 3) {  // a gather
+        lanes.push_back(channels.next_free(-1));
+        channels.begin(lanes.back());
+      }
+    }
+    return lanes;
+  };
+  for (const End end : {kReleased, kBorrowed, kRefused}) EXPECT_EQ(lanes_behind(end), lanes_behind(kCombined));
 }
 
 // A refusal takes the place of the dispatch that its peers make: same bank, and the next one is not put out of step.
@@ -355,6 +393,37 @@ TEST_F(PretendedGroup, RefusalsKeepTheirPlace) {
   }
   EXPECT_EQ(device->refusals, "ddcddc");
   EXPECT_TW(twSuccess, twHandleDestroy(handle));
+}
+
+// What a rank does with the handle of a refused dispatch: a combine gives the lane back, as at peers; and where no lane
+// is free otherwise, another dispatch takes that one, as it is free at peers, or they could not make the call.
+TEST_F(PretendedGroup, LeasesOfRefusedDispatches) {
+  twHandle_t first = make_handle();
+  twHandle_t second = make_handle();
+  EXPECT_TW(twInvalidArgument, dispatch(first, 3));
+  EXPECT_EQ(first->channel, 0) << "as at the peers, which do not know yet";
+  EXPECT_TW(twInvalidUsage, combine(first));
+  EXPECT_NE(std::string(twLastError()).find("refused on this rank, so there is nothing to combine"), std::string::npos);
+  EXPECT_EQ(first->channel, -1);
+  EXPECT_TW(twInvalidUsage, combine(first));
+  EXPECT_NE(std::string(twLastError()).find("combine before dispatch"), std::string::npos) << "it is told once";
+  EXPECT_TW(twInvalidArgument, dispatch(first, 3));
+  EXPECT_TW(twSuccess, dispatch(second));
+  EXPECT_EQ(device->places.back().bank(), 1);
+  EXPECT_EQ(first->channel, -1);
+  const twDispatchOutput_t rows_of_second = received;
+  EXPECT_TW(twInvalidUsage, dispatch(first)) << "a lane of rows is nobody else's";
+  received = rows_of_second;
+  EXPECT_TW(twSuccess, combine(second));
+  EXPECT_TW(twInvalidArgument, dispatch(first, 3));
+  EXPECT_TW(twSuccess, dispatch(first));
+  const twDispatchOutput_t rows_of_first = received;
+  EXPECT_TW(twInvalidUsage, dispatch(second)) << "nor is it behind a refusal";
+  received = rows_of_first;
+  EXPECT_TW(twSuccess, combine(first));
+  EXPECT_EQ(device->refusals, "ddd");
+  EXPECT_TW(twSuccess, twHandleDestroy(first));
+  EXPECT_TW(twSuccess, twHandleDestroy(second));
 }
 
 // A launch that fails is this call's error, with its sentence. The peers would wait for the step, so the group ends.

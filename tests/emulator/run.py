@@ -44,13 +44,13 @@ FILES = (
     *("call_settings", "growth", "growth_refused", "parts", "row_types", "auto", "arena", "arena_refused"),
     *("hidden_devices", "index_lists", "choice_values", "choice_values_refused", "in_place"),
     *("per_expert", "per_expert_refused", "any_placement", "grouped_by_bound", "bias", "domain"),
-    *("straight", "fp8_combine", "token_replicas", "by_capacity"),
+    *("straight", "fp8_combine", "token_replicas", "by_capacity", "refused_late"),
 )
 THREADS = tuple(name for name in FILES if name not in ("usage", "collective_errors", "survival"))
 COUNTED = ("stores", "exchange", "throughput", "collectives")
 STAGED = (
     *("exchange", "errors", "throughput", "leases", "collectives", "rounds", "call_settings", "growth", "parts"),
-    *("row_types", "auto", "choice_values", "per_expert", "bias", "domain", "loads"),
+    *("row_types", "auto", "choice_values", "per_expert", "bias", "domain", "loads", "refused_late"),
 )
 # Of each: what has more than one rank and little to do, as connecting the ranks of several hosts is most of the time.
 GIN = {
@@ -60,6 +60,7 @@ GIN = {
     "collectives": "test_ranks or sizes_change or in_flight",
     "arena": "grows or view_of_another",
     "errors": "combine_refused",
+    "refused_late": "combine-combine-2 or release-combine-3",
 }
 NOTHING = "CUDA's headers or Boost.Context are missing"
 

@@ -414,7 +414,7 @@ PROTOCOL = (
         "S1",
         "device_side_test",
         "PretendedGroup.ViewsLieInTheBankOfTheLease",
-        (Edit(CHANNELS, "    channels_[channel].second = false;\n", ""),),
+        (Edit(CHANNELS, "    state.second = state.refused =", "    state.refused ="),),
     ),
     Mutation(
         "calls go on after a device has found an error",

@@ -48,6 +48,7 @@ from placement import PLACEMENT
 from planning import PLANNING
 from posts import POSTS
 from protocol import PROTOCOL
+from refused import REFUSED
 from results import RESULTS
 from shrunk_moving import SHRUNK_MOVING_MUTATIONS
 from staged import STAGED
@@ -70,6 +71,7 @@ ALL = (
     + BIAS
     + APART
     + GIVING_UP
+    + REFUSED
     + PER_EXPERT
     + DOMAIN
     + TOKEN_REPLICAS

@@ -1,0 +1,158 @@
+"""A rank whose dispatch is refused, and peers that learn of it late: after they have combined or released the handle.
+
+On devices a call returns before its step has run, so peers may have made further calls by then. Whatever these were,
+and whatever the rank that was refused does with its handle, all are on the same lanes and banks afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import Case, Round, Setup, verify
+from harness import PATIENT, Env, caught, said
+from player import Player
+
+import tokenway as tw
+
+RANKS, REFUSES = 3, 1
+LATE = ("emulated", "emulated-gin", "torch-emulated")
+
+
+def setup_of(mode: str, lanes: int) -> tuple[Setup, Round]:
+    setup = Setup(ranks=RANKS, experts=6, hidden=8, max_tokens=8, lanes=lanes, mode=mode)
+    return setup, Round((3, 8, 2), layout="flat" if mode == "high_throughput" else "rank_major")
+
+
+class Calls:
+    """A group, and a dispatch that one rank is refused."""
+
+    def __init__(self, env: Env, setup: Setup, round_: Round, timeout: float = PATIENT):
+        self.env, self.round = env, round_
+        self.refuses = env.rank == REFUSES
+        self.group = tw.Group(env.comm, timeout=timeout, **setup.settings())
+        self.player = Player(env, self.group, Case(setup, ((round_,),)))
+
+    def refused_dispatch(self) -> tuple[Any, Any]:
+        """(the handle, what came or nothing)."""
+        player, round_ = self.player, self.round
+        handle, inputs = player.handle(round_), player.payloads(round_)
+        if self.refuses:
+            inputs[0] = player.tensor(np.zeros((3, 3), np.float32))
+        received: list[Any] = []
+        outcome = caught(lambda: received.append(player.dispatch(round_, handle, inputs, False)))
+        assert outcome[0] == ("twInvalidArgument" if self.refuses else "twSuccess"), outcome
+        player.unread.clear()
+        return handle, received[0] if received else None
+
+    def combine(self, handle: Any, received: Any) -> Any:
+        """How the combine of a dispatch that has failed ends. Its sums are NaN."""
+        rows = self.player.tensor(np.zeros((1, 1), np.float32)) if received is None else received.tokens
+        out: list[Any] = []
+        outcome = caught(lambda: out.append(self.group.combine(handle, rows)))
+        assert not out or np.isnan(self.player.array(out[0]).astype(np.float32)).all()
+        return outcome
+
+    def leave(self, how: str, handle: Any, received: Any) -> None:
+        if how == "release":
+            handle.release()
+        if how == "combine":
+            outcome = self.combine(handle, received)
+            if self.refuses:
+                said(outcome, "twInvalidUsage", "dispatch was refused on this rank, so there is nothing to combine")
+            else:
+                assert outcome[0] == "twSuccess", outcome
+
+    def check(self) -> None:
+        """Peers learn of the refusal here."""
+        told = caught(self.group.check)[0]
+        assert told == ("twSuccess" if self.refuses else "twPeerRefused"), told
+
+    def again(self, handle: Any) -> Any:
+        """A round by the routing whose dispatch has failed."""
+        player, round_ = self.player, self.round
+        received = player.dispatch(round_, handle, player.payloads(round_), False)
+        got = player.snapshot(round_, received)
+        got.out = player.array(player.combine(round_, handle, player.rows(round_, received, got), False))
+        return got
+
+    def gather(self) -> None:
+        one = self.player.tensor(np.full((1, 4), self.env.rank, np.float32))
+        gathered = self.group.all_gatherv(one, sizes=[1] * RANKS)
+        assert np.array_equal(self.player.array(gathered.rows)[:, 0], np.arange(RANKS))
+
+
+def goes_on(env: Env, setup: Setup, round_: Round, here: str, there: str, same: bool, gathers: bool) -> list[Any]:
+    """Rounds behind refusals. here, there: what the rank that was refused does with its handle, and what its peers do.
+    same: whether that handle is dispatched again."""
+    calls = Calls(env, setup, round_)
+    got, views = [], []
+    for _ in range(2):
+        handle, received = calls.refused_dispatch()
+        calls.leave(here if calls.refuses else there, handle, received)
+        calls.check()
+        views.append(received)  # held by their caller
+        if gathers:
+            calls.gather()
+        if same:
+            got.append(calls.again(handle))
+        del handle, received
+        got += [calls.player.flight((round_,))[0] for _ in range(setup.lanes + 1)]
+    calls.group.close()
+    return got
+
+
+@pytest.fixture
+def late(backend: str, monkeypatch: Any, threads: Any) -> Any:
+    if backend not in LATE:
+        pytest.skip("for devices without a GPU; on hosts calls return what they find")
+    monkeypatch.setenv("TOKENWAY_BLOCKING", "0")
+    world = threads(RANKS)
+    world.forget()
+    world.run(lambda env: monkeypatch.setattr(tw.cuda.Cuda, "learns_late", True))
+    yield world
+    world.forget()
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("there", ["combine", "release"])
+@pytest.mark.parametrize("here", ["combine", "release", "drop"])
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_going_on(late: Any, backend: str, mode: str, here: str, there: str, lanes: int) -> None:
+    if backend == "torch-emulated" and here != there:
+        pytest.skip("what a carrier moves for peers' combines, this rank must move as well")
+    setup, round_ = setup_of(mode, lanes)
+    same, gathers = here != "drop" and lanes != 3, lanes == 3
+    for got in zip(*late.run(goes_on, setup, round_, here, there, same, gathers), strict=True):
+        verify(setup, round_, list(got))
+
+
+def keeps_its_lease(env: Env, setup: Setup, round_: Round) -> Any:
+    """What a rank is told that dispatches the handle of its refused dispatch at once, where peers have combined it."""
+    calls = Calls(env, setup, round_)
+    handle, received = calls.refused_dispatch()
+    if not calls.refuses:
+        calls.leave("combine", handle, received)
+        calls.check()
+
+    def go_on() -> None:
+        calls.again(handle)
+        calls.group.check()
+
+    outcome = caught(go_on)
+    calls.group.close()
+    return outcome
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
+def test_a_lease_that_peers_have_ended(late: Any, backend: str, mode: str) -> None:
+    """Then banks differ. The sentence says what to do about it."""
+    if backend == "torch-emulated":
+        pytest.skip("a carrier's moves have no banks")
+    by_rank = late.run(keeps_its_lease, *setup_of(mode, 1))
+    late.forget()
+    for outcome in by_rank:
+        said(outcome, "twCallMismatch", "made a different call")
+    hint = r"refused on this rank, and the handle still holds lane 0: combine or release it where peers combine theirs"
+    said(by_rank[REFUSES], "twCallMismatch", hint)
