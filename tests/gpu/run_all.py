@@ -102,8 +102,10 @@ FRAMEWORKS = (
     "flashinfer",
     "torchtitan",
     "vllm",
+    "vllm_eplb",
     "vllm_graphs",
     "sglang",
+    "sglang_eplb",
     "tensorrt_llm",
 )
 BUDGET = {"suite": 600, "nccl": 720, "gin": 720, "frameworks": 600, "gpu": 360, "soak": 600, "sanitize": 300}  # seconds

@@ -148,6 +148,33 @@ def test_experts_move_with_all_that_is_theirs(world) -> None:
     assert sorted(held[0].tolist()) == [-1, 1, 2] and sorted(held[1].tolist()) == [-1, 0, 3]
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("when", ["before", "on the way", "behind"])
+def test_what_did_not_move_is_as_it_was(torch, when) -> None:
+    """Where there is no window for them, or what follows fails: parameters, and what holds parts of them."""
+    from tokenway.integrations.moved_experts import _Moving
+
+    made = [layer_of(0, layer) for layer in range(2)]
+    parameters = [each for each, _ in made]
+    sizes = {name: x.numel() * x.element_size() for name, x in parameters[0].items()}
+    asked: list[str] = []
+
+    def memory(name: str, layer: int) -> Any:
+        asked.append(name)
+        if when == "on the way" and len(asked) == 2 * len(sizes) + 2:
+            raise tw.OutOfMemory("no window")
+        return torch.zeros(SLOTS, sizes[name] // SLOTS, dtype=torch.uint8)
+
+    with pytest.raises(tw.OutOfMemory), _Moving(parameters, [holder for _, holder in made]) as moving:
+        for part, *_ in moving._parts:
+            part.data = part.new_empty(0)  # as a device's are
+        if when != "before":
+            moving.settle(memory)
+        raise tw.OutOfMemory("no memory")
+    for layer, (each, holder) in enumerate(made):
+        assert all(holds(each, holder, layer, place, FIRST[place]) for place in range(2))
+
+
 def refusals(env: Any) -> list[Any]:
     """What cannot move."""
     import torch

@@ -197,7 +197,8 @@ def _tensor(view: Any) -> Tensor:
 
 class _Moving:
     """Takes tensors out of the memory that they have, and puts them, and all that holds a part of it, elsewhere. In
-    between their contents are on the host, so that a device need not hold both."""
+    between their contents are on the host, so that a device need not hold both. Where what is within raises, all have
+    memory of their own again, with what was there."""
 
     def __init__(self, layers: Sequence[Mapping[str, Tensor]], holder: Any):
         self._kept: list[tuple[int, str, Tensor]] = []
@@ -232,7 +233,11 @@ class _Moving:
             torch.cuda.empty_cache()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            devices = {(index, name): part.device for part, index, name, *_ in self._parts}
+            whole = {(i, name): kept.to(devices.get((i, name), kept.device)) for i, name, kept in self._kept}
+            self._show(lambda name, index: whole[index, name])
         self._kept.clear()
         self._parts.clear()
 
@@ -240,6 +245,10 @@ class _Moving:
         """memory: of a name and layer [slots, bytes], contiguous."""
         for index, name, bytes_ in self._kept:
             memory(name, index).view(-1).copy_(bytes_)
+        self._show(memory)
+
+    def _show(self, memory: Callable[[str, int], Tensor]) -> None:
+        """Has all parts show that memory."""
         for part, index, name, at, shape, stride in self._parts:
             flat = memory(name, index).view(-1)[at:]
             whole = flat[: flat.numel() // part.element_size() * part.element_size()].view(part.dtype)
