@@ -13,6 +13,7 @@ import harness
 import mishaps
 import numpy as np
 import pytest
+import test_refused_late
 import torch
 from cases import Case, Round, Setup
 from gpu_world import Locals
@@ -278,6 +279,19 @@ def test_a_refused_call(pair) -> None:
 def test_a_refused_call_of_local_ranks(lines) -> None:
     with Locals(2) as ranks:
         check_refusal(ranks.run(refuses))
+
+
+@pytest.mark.parametrize("there", ["combine", "release"])
+@pytest.mark.parametrize("here", ["combine", "release", "drop"])
+def test_going_on_behind_a_refused_call(pair, here, there) -> None:
+    """On the same lanes and banks, whatever the rank that was refused and its peer do with their handles."""
+    from cases import verify
+
+    for mode in ("low_latency", "high_throughput"):
+        setup, round_ = test_refused_late.setup_of(mode, 2, 2)
+        by_rank = pair.run(test_refused_late.goes_on, setup, round_, here, there, here != "drop", True)
+        for got in zip(*by_rank, strict=True):
+            verify(setup, round_, list(got))
 
 
 def test_environment_of_local_ranks(monkeypatch) -> None:

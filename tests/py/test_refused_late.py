@@ -6,6 +6,7 @@ and whatever the rank that was refused does with its handle, all are on the same
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ RANKS, REFUSES = 3, 1
 LATE = ("emulated", "emulated-gin", "torch-emulated")
 
 
-def setup_of(mode: str, lanes: int) -> tuple[Setup, Round]:
-    setup = Setup(ranks=RANKS, experts=6, hidden=8, max_tokens=8, lanes=lanes, mode=mode)
-    return setup, Round((3, 8, 2), layout="flat" if mode == "high_throughput" else "rank_major")
+def setup_of(mode: str, lanes: int, ranks: int = RANKS) -> tuple[Setup, Round]:
+    setup = Setup(ranks=ranks, experts=2 * ranks, hidden=8, max_tokens=8, lanes=lanes, mode=mode)
+    return setup, Round((3, 8, 2)[:ranks], layout="flat" if mode == "high_throughput" else "rank_major")
 
 
 class Calls:
@@ -34,9 +35,14 @@ class Calls:
         self.group = tw.Group(env.comm, timeout=timeout, **setup.settings())
         self.player = Player(env, self.group, Case(setup, ((round_,),)))
 
-    def refused_dispatch(self) -> tuple[Any, Any]:
-        """(the handle, what came or nothing)."""
+    def refused_dispatch(self, without_handle: bool = False) -> tuple[Any, Any]:
+        """(the handle, what came or nothing). without_handle: the rank that refuses has none."""
         player, round_ = self.player, self.round
+        if without_handle and self.refuses:
+            if self.group.exact:
+                player.handle(round_)  # counts are exchanged before
+            self.group.refuse_dispatch(round_.layout)
+            return None, None
         handle, inputs = player.handle(round_), player.payloads(round_)
         if self.refuses:
             inputs[0] = player.tensor(np.zeros((3, 3), np.float32))
@@ -66,6 +72,9 @@ class Calls:
 
     def check(self) -> None:
         """Peers learn of the refusal here."""
+        begin = time.monotonic()
+        while not self.refuses and self.group.error is None and time.monotonic() - begin < PATIENT:
+            time.sleep(0.001)  # until a device has told it
         told = caught(self.group.check)[0]
         assert told == ("twSuccess" if self.refuses else "twPeerRefused"), told
 
@@ -78,9 +87,10 @@ class Calls:
         return got
 
     def gather(self) -> None:
+        ranks = self.group.nranks
         one = self.player.tensor(np.full((1, 4), self.env.rank, np.float32))
-        gathered = self.group.all_gatherv(one, sizes=[1] * RANKS)
-        assert np.array_equal(self.player.array(gathered.rows)[:, 0], np.arange(RANKS))
+        gathered = self.group.all_gatherv(one, sizes=[1] * ranks)
+        assert np.array_equal(self.player.array(gathered.rows)[:, 0], np.arange(ranks))
 
 
 def goes_on(env: Env, setup: Setup, round_: Round, here: str, there: str, same: bool, gathers: bool) -> list[Any]:
@@ -89,7 +99,7 @@ def goes_on(env: Env, setup: Setup, round_: Round, here: str, there: str, same: 
     calls = Calls(env, setup, round_)
     got, views = [], []
     for _ in range(2):
-        handle, received = calls.refused_dispatch()
+        handle, received = calls.refused_dispatch(here == "no handle")
         calls.leave(here if calls.refuses else there, handle, received)
         calls.check()
         views.append(received)  # held by their caller
@@ -117,24 +127,30 @@ def late(backend: str, monkeypatch: Any, threads: Any) -> Any:
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 @pytest.mark.parametrize("there", ["combine", "release"])
-@pytest.mark.parametrize("here", ["combine", "release", "drop"])
+@pytest.mark.parametrize("here", ["combine", "release", "drop", "no handle"])
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 def test_going_on(late: Any, backend: str, mode: str, here: str, there: str, lanes: int) -> None:
     if backend == "torch-emulated" and here != there:
         pytest.skip("what a carrier moves for peers' combines, this rank must move as well")
     setup, round_ = setup_of(mode, lanes)
-    same, gathers = here != "drop" and lanes != 3, lanes == 3
+    same, gathers = here in ("combine", "release") and lanes != 3, lanes == 3
     for got in zip(*late.run(goes_on, setup, round_, here, there, same, gathers), strict=True):
         verify(setup, round_, list(got))
 
 
-def keeps_its_lease(env: Env, setup: Setup, round_: Round) -> Any:
-    """What a rank is told that dispatches the handle of its refused dispatch at once, where peers have combined it."""
+def keeps_its_lease(env: Env, setup: Setup, round_: Round) -> None:
+    """Peers combine, and the rank that was refused does nothing with its handle."""
     calls = Calls(env, setup, round_)
     handle, received = calls.refused_dispatch()
     if not calls.refuses:
         calls.leave("combine", handle, received)
         calls.check()
+    env.kept["calls"] = calls, handle
+
+
+def dispatches_again(env: Env) -> Any:
+    """What ranks are told that dispatch the handle then."""
+    calls, handle = env.kept.pop("calls")
 
     def go_on() -> None:
         calls.again(handle)
@@ -150,7 +166,8 @@ def test_a_lease_that_peers_have_ended(late: Any, backend: str, mode: str) -> No
     """Then banks differ. The sentence says what to do about it."""
     if backend == "torch-emulated":
         pytest.skip("a carrier's moves have no banks")
-    by_rank = late.run(keeps_its_lease, *setup_of(mode, 1))
+    late.run(keeps_its_lease, *setup_of(mode, 1))
+    by_rank = late.run(dispatches_again)
     late.forget()
     for outcome in by_rank:
         said(outcome, "twCallMismatch", "made a different call")
