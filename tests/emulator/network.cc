@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "../gin/counts.h"
 #include "net/fabric.h"
 #include "network_state.h"
 
@@ -54,27 +55,9 @@ Status network_version(std::string*) { return fail(twUnsupported, "emulated devi
 }  // namespace tw
 
 namespace tw::emulator {
-namespace {
-
-std::atomic<uint64_t> posted[kCounted][kCounted][kPostKinds];
-
-}  // namespace
-
-void count_post(int source, int peer, PostKind kind, uint64_t by) {
-  if (source >= kCounted || peer >= kCounted) return;
-  auto& counts = posted[source][peer];
-  counts[kind].fetch_add(by, std::memory_order_relaxed);
-  if (kind == kPuts) counts[kUntold].fetch_add(1, std::memory_order_relaxed);
-  if (kind == kAdds) counts[kUntold].store(0, std::memory_order_relaxed);
-}
-
 // Gives what was posted since it was last asked: [ranks, ranks, kPostKinds], by source and peer.
-extern "C" __attribute__((visibility("default"))) void tokenway_emulated_posts(int ranks, uint64_t* found) {
-  for (int source = 0; source < ranks; ++source) {
-    for (int peer = 0; peer < ranks; ++peer) {
-      for (auto& each : posted[source][peer]) *found++ = each.exchange(0);
-    }
-  }
+extern "C" __attribute__((visibility("default"))) void tokenway_posts(int ranks, uint64_t* found) {
+  gin::post_counts().take(ranks, found);
 }
 
 }  // namespace tw::emulator

@@ -1,4 +1,4 @@
-// What gin.cc asks of CUDA, where the memory of the device is the host's and every stream is done at once.
+// What gin.cc and links.cc ask of CUDA, where the memory of the device is the host's and every stream is done at once.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -30,6 +30,14 @@ cudaError_t cudaMallocAsync(void** memory, size_t bytes, cudaStream_t) {
   return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  *memory = std::malloc(bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
   return cudaSuccess;
 }

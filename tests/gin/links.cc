@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "counts.h"
 #include "rma_interface.h"
 
 namespace tw::gin {
@@ -127,6 +128,7 @@ int Links::listen(void* handle) {
 bool Links::connect(void* const handles[], int listening) {
   seed_ = number_of("TOKENWAY_GIN_SEED");
   delay_us_ = number_of("TOKENWAY_GIN_DELAY_US");
+  counts_only_ = number_of("TOKENWAY_GIN_COUNT_ONLY") != 0;
   if (cudaGetDevice(&device_) != cudaSuccess) return false;
   for (int other = 0; other < rank_; ++other) {
     sockaddr_in address{};
@@ -202,6 +204,13 @@ std::shared_ptr<Request> Links::post(int rank, const Lane& lane, Operation opera
   const std::lock_guard lock(peer.mutex);
   if (peer.gone) {
     refuse(rank, *request);
+    return request;
+  }
+  if (operation.size > 0) post_counts().put(rank_, rank, operation.size);
+  if (operation.signals) post_counts().add(rank_, rank);
+  if (counts_only_ && operation.size > kMoved) operation.size = 0;
+  if (operation.size == 0 && !operation.signals) {
+    request->state = Request::kDone;
     return request;
   }
   peer.lanes[lane].push_back(std::move(operation));

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "counts.h"
 #include "links.h"
 #include "rma_interface.h"
 
@@ -175,6 +176,11 @@ ncclResult_t finalize(void* plugin) {
 }  // namespace tw::gin
 
 extern "C" {
+// Gives what was posted since it was last asked: [ranks, ranks, kPostKinds], by source and peer (counts.h).
+__attribute__((visibility("default"))) void tokenway_posts(int ranks, uint64_t* found) {
+  tw::gin::post_counts().take(ranks, found);
+}
+
 __attribute__((visibility("default"))) tw::gin::RmaPlugin ncclRmaPlugin_v14 = {
     "Tokenway's sockets",
     tw::gin::init,

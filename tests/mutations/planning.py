@@ -7,8 +7,30 @@ FITTING = "python/tokenway/planning/fitting.py"
 MODEL = "python/tokenway/planning/model.py"
 MEMORY = "python/tokenway/planning/memory.py"
 SIMULATION = "python/tokenway/planning/simulation.py"
+PLANNED = "python/tokenway/planning/posts.py"
 
 PLANNING = (
+    Mutation(
+        "posts are planned without what goes with rows",
+        "predictions",
+        "py/test_planning",
+        "posts",
+        (Edit(PLANNED, "(*payloads, memory.meta_bytes(top_k))", "payloads"),),
+    ),
+    Mutation(
+        "partials are planned to go where their rows went",
+        "predictions",
+        "py/test_planning",
+        "posts",
+        (Edit(PLANNED, "mesh(to_ranks.T, ", "mesh(to_ranks, "),),
+    ),
+    Mutation(
+        "posts of no rows are planned",
+        "predictions",
+        "py/test_planning",
+        "posts",
+        (Edit(PLANNED, "len(parts) * (rows > 0)", "len(parts)"),),
+    ),
     Mutation(
         "a token may draw an expert twice",
         "predictions",

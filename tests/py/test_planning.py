@@ -20,7 +20,7 @@ from tokenway.bench import report, routing
 from tokenway.bench.case import Case
 from tokenway.bench.profiles import PROFILES
 from tokenway.bench.tables import planning as tables
-from tokenway.planning import fitting, machines, memory, model, record, rows, simulation
+from tokenway.planning import fitting, machines, memory, model, posts, record, rows, simulation
 from tokenway.planning.fitted import CARDS
 from tokenway.planning.model import Choice, Work
 from tokenway.planning.rows import Layer
@@ -97,6 +97,39 @@ def test_counts_are_those_of_the_oracle() -> None:
     assert to_rank.tolist() == exchange.routing[0].counts.tolist()
     exchange = Exchange([ids, empty[0]], [weights, empty[1]], 32, 100)
     assert to_domain.tolist() == exchange.routing[0].counts.tolist()
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 2, 3, 4, 5), (0, 0, 1, 1, 2, 2), (0, 1, 1, 0, 1, 2)])
+def test_posts_are_counted_token_by_token(hosts: tuple[int, ...]) -> None:
+    """As a reader would count them, and bytes as the closed form has them. Networks that count are in test_posts."""
+    ranks, experts, top_k, payloads, partial = 6, 12, 3, (142, 12), 284
+    layer = Layer(experts, top_k, ranks, 1)
+    drawn = [routing.uniform(rank, 7 * (rank % 3), experts, top_k, seed=5)[0] for rank in range(ranks)]
+    drawn[5][:] = -1
+    to_ranks = np.stack([rows.counts(ids, layer)[0] for ids in drawn])
+    there = {(s, p): 0 for s in range(ranks) for p in range(ranks)}
+    for source, ids in enumerate(drawn):
+        for token in ids:
+            for peer in {int(e) // 2 for e in token if e >= 0}:
+                there[source, peer] += 1
+    steps = {
+        "dispatch": (posts.dispatch(to_ranks, hosts, payloads, top_k), sum(payloads) + 8 * (1 + top_k), 3),
+        "combine": (posts.combine(to_ranks, hosts, partial), partial, 1),
+    }
+    for name, (step, row, parts) in steps.items():
+        for source, peer in there:
+            found = step.puts[source, peer], step.bytes[source, peer], step.adds[source, peer]
+            count = there[(source, peer) if name == "dispatch" else (peer, source)]
+            wanted = (1 + parts * (count > 0), 16 + count * row, 1)
+            assert found == (wanted if hosts[source] != hosts[peer] else (0, 0, 0)), (name, source, peer)
+    far = sum(count for (s, p), count in there.items() if hosts[s] != hosts[p]) / ranks
+    asked = Work(layer, 14, sum(payloads), partial)
+    links = model.links(asked, Choice(way="direct"), rows.Rows(0.0, far, far, 0.0, far, far))
+    for name, (step, _, _) in steps.items():
+        assert (step.bytes - posts.NOTE * step.adds).sum() == pytest.approx(ranks * links[name].nic, rel=1e-12)
+    told = posts.counts(hosts, experts // ranks)
+    assert told.bytes.max() == 16 + 4 * (ranks + 2) and told.puts.max() == 2 and told.puts[0, 0] == 0
+    assert posts.nothing(hosts).puts.tolist() == posts.nothing(hosts).adds.tolist() == told.adds.tolist()
 
 
 @pytest.mark.parametrize("placement", rows.PLACEMENTS)

@@ -1,5 +1,6 @@
-"""What kernels post to ranks of other hosts, counted by the emulated network (tests/emulator/network.cc).
+"""What kernels post to ranks of other hosts, counted by the network beneath them, is what planning.posts says, exactly.
 
+The network is the emulated one (tests/emulator/network.cc) or, on GPUs, that which tests/gin/plugin.cc gives NCCL.
 Every row goes to each of its ranks once, and nothing else does but what a rank is told of a step: its note and, last,
 one word. Nothing is posted to ranks of the same host.
 """
@@ -7,6 +8,7 @@ one word. Nothing is posted to ranks of the same host.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from typing import Any
 
@@ -17,60 +19,60 @@ from harness import Env, attempt, caught, settle
 
 import tokenway as tw
 from tokenway import _native
+from tokenway.planning import posts
+from tokenway.planning.posts import Posts
+from tokenway.planning.rows import Layer, counts
 
-RANKS, EXPERTS, TOP_K, HIDDEN = 5, 10, 3, 72
+RANKS, EXPERTS, TOP_K, HIDDEN = 5, 10, 3, 71
 TOKENS = (9, 0, 7, 4, 6)
-ROW, PARTIAL = 2 * HIDDEN, 4 * HIDDEN  # bytes: bfloat16 there, float32 back
-META = 8 * (1 + TOP_K)  # bytes of a row's header, ids and weights
-NOTE = 16  # bytes: a note, and the word for rows that come apart from their signal
+ROW, SCALES, PARTIAL = 2 * HIDDEN, 3 * 4, 4 * HIDDEN  # bytes: bfloat16 there, float32 back
 SILENT = 4  # a rank whose tokens go to no expert
 REFUSES = 2  # a rank whose second dispatch is refused
+NETWORKS = {"emulated-gin": lambda: _native.lib, "gin": lambda: ctypes.CDLL(os.environ["NCCL_RMA_PLUGIN"])}
 
 
 @pytest.fixture(autouse=True)
-def posts(backend: str) -> None:
-    if backend != "emulated-gin":
-        pytest.skip(f"for emulated devices whose kernels post, not the backend {backend}")
+def counted(backend: str) -> None:
+    if backend not in NETWORKS or (backend == "gin" and "NCCL_RMA_PLUGIN" not in os.environ):
+        pytest.skip(f"for a network that counts, not the backend {backend}")
 
 
-def posted() -> np.ndarray:
+def posted(backend: str) -> np.ndarray:
     """[source, peer] of (puts, bytes, words, puts behind the last word), since it was last asked."""
     found = np.zeros((RANKS, RANKS, 4), np.uint64)
-    _native.lib.tokenway_emulated_posts(RANKS, found.ctypes.data_as(ctypes.c_void_p))
+    NETWORKS[backend]().tokenway_posts(RANKS, found.ctypes.data_as(ctypes.c_void_p))
     return found.astype(np.int64)
 
 
-def ids_of(rank: int) -> np.ndarray:
-    rng = np.random.default_rng([11, rank])
-    tokens = TOKENS[rank]
-    ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)] or [np.zeros(TOP_K)]).astype(np.int32)
-    ids = ids[:tokens]
+def planned(step: Posts) -> np.ndarray:
+    """The same as it must be."""
+    return np.stack([step.puts, step.bytes, step.adds, np.zeros_like(step.adds)], axis=-1)
+
+
+def tokens_of(rank: int, turn: int) -> int:
+    return TOKENS[(rank + turn) % RANKS]
+
+
+def ids_of(rank: int, turn: int) -> np.ndarray:
+    """Of turn 0 and 3 drawn, with gaps; of turn 1 all of one rank's experts; of turn 2 none."""
+    rng = np.random.default_rng([11, rank, turn])
+    drawn = [rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens_of(rank, turn))]
+    ids = np.array(drawn, np.int32).reshape(-1, TOP_K)
     ids[rng.random(ids.shape) < 0.3] = -1
-    return np.full_like(ids, -1) if rank == SILENT else ids
+    if turn == 1:
+        ids[:] = [EXPERTS - 1, -1, EXPERTS - 2]
+    return np.full_like(ids, -1) if rank == SILENT or turn == 2 else ids
 
 
-def rows_between() -> np.ndarray:
-    """[source, peer]: rows that a rank sends to another."""
-    rows = np.zeros((RANKS, RANKS), np.int64)
-    for rank in range(RANKS):
-        for row in ids_of(rank):
-            for peer in {int(e) * RANKS // EXPERTS for e in row if e >= 0}:
-                rows[rank, peer] += 1
-    return rows
+def rows_between(turn: int) -> np.ndarray:
+    """[source, peer]: rows that a rank sends to another, itself included."""
+    layer = Layer(EXPERTS, TOP_K, RANKS, 1)
+    return np.stack([counts(ids_of(rank, turn), layer)[0] for rank in range(RANKS)])
 
 
-def apart() -> np.ndarray:
-    """[source, peer]: 1 where they are on different hosts."""
-    hosts = np.arange(RANKS) // ranks_per_host()
-    return (hosts[:, None] != hosts[None]).astype(np.int64)
-
-
-def told(rows: np.ndarray, row_bytes: int, regions: int) -> np.ndarray:
-    """What must be posted in a step of such rows, each of so many parts."""
-    puts = 1 + regions * (rows > 0)
-    return (
-        np.stack([puts, NOTE + rows * row_bytes, np.ones_like(rows), np.zeros_like(rows)], axis=-1) * apart()[..., None]
-    )
+def hosts() -> list[int]:
+    """Of each rank the number of its host."""
+    return [rank // ranks_per_host() for rank in range(RANKS)]
 
 
 def begin(env: Any, mode: str) -> None:
@@ -81,19 +83,27 @@ def begin(env: Any, mode: str) -> None:
         hidden=HIDDEN,
         max_tokens=max(TOKENS),
         combine_dtype="float32",
+        payloads={"scales": (SCALES // 4, "float32")},
         mode=mode,
     )
-    env.kept["posts"] = group, group.route(env.backend.tensor(ids_of(env.rank)))
+    env.kept["posts"] = group, None
 
 
-def rows_of(env: Any, elements: int = HIDDEN) -> Any:
-    rows = np.zeros((TOKENS[env.rank], elements), np.float32)
-    return env.backend.tensor(rows.astype(tw.tensors.numpy_dtype("bfloat16")))
+def route(env: Any, turn: int) -> None:
+    group, _ = env.kept["posts"]
+    env.kept["posts"] = group, group.route(env.backend.tensor(ids_of(env.rank, turn)))
+    env.kept["tokens"] = tokens_of(env.rank, turn)
+
+
+def sent(env: Any, elements: int = HIDDEN) -> tuple[Any, dict[str, Any]]:
+    rows = np.zeros((env.kept["tokens"], elements), np.float32).astype(tw.tensors.numpy_dtype("bfloat16"))
+    scales = np.zeros((env.kept["tokens"], SCALES // 4), np.float32)
+    return env.backend.tensor(rows), {"scales": env.backend.tensor(scales)}
 
 
 def dispatch(env: Any) -> None:
     group, handle = env.kept["posts"]
-    env.kept["received"] = group.dispatch(handle, rows_of(env))
+    env.kept["received"] = group.dispatch(handle, *sent(env))
 
 
 def combine(env: Any) -> None:
@@ -103,59 +113,84 @@ def combine(env: Any) -> None:
 
 
 def exchange_counts(env: Any) -> None:
-    group, _ = env.kept["posts"]
-    handle = group.route(env.backend.tensor(ids_of(env.rank)))
-    env.kept["posts"] = group, group.exchange_counts(handle)
+    group, handle = env.kept["posts"]
+    group.exchange_counts(handle)
 
 
 def refuse(env: Any) -> str:
     """Of a dispatch that one rank calls with rows that do not fit."""
     group, handle = env.kept["posts"]
-    return caught(group.dispatch, handle, rows_of(env, HIDDEN + (env.rank == REFUSES)))[0]
+    return caught(group.dispatch, handle, *sent(env, HIDDEN + (env.rank == REFUSES)))[0]
 
 
 def end(env: Any) -> None:
     env.kept.pop("posts")[0].close()
 
 
+def dispatched(rows: np.ndarray) -> np.ndarray:
+    return planned(posts.dispatch(rows, hosts(), (ROW, SCALES), TOP_K))
+
+
+def combined(rows: np.ndarray) -> np.ndarray:
+    return planned(posts.combine(rows, hosts(), PARTIAL))
+
+
+def check(found: np.ndarray, wanted: np.ndarray, what: Any) -> None:
+    assert found.tolist() == wanted.tolist(), what
+
+
+def check_dispatch(found: np.ndarray, rows: np.ndarray, what: Any) -> bool:
+    """Whether a step was left out, which is told to all: where a dispatch would have the other bank than its view."""
+    more = found - dispatched(rows)
+    left_out = bool(more.any())
+    check(more, left_out * planned(posts.nothing(hosts())), what)
+    return left_out
+
+
 @pytest.mark.parametrize("kind", ["threads"])
-def test_rows_alone_are_posted(world: Any) -> None:
-    ranks, rows = world(RANKS), rows_between()
-    assert rows[SILENT].sum() == 0 and (rows * apart()).sum() > 0
+def test_rows_alone_are_posted(world: Any, backend: str) -> None:
+    ranks = world(RANKS)
+    routings = [rows_between(turn) for turn in range(4)]
+    assert (routings[0] == 0).any() and routings[0].max() > 1 and not any(each[SILENT].any() for each in routings)
+    assert routings[1].any() and not routings[1][:, : RANKS - 1].any() and not routings[2].any()
+    assert all(0 in [tokens_of(rank, turn) for rank in range(RANKS)] for turn in range(4))
     ranks.run(begin, "low_latency")
-    posted()
-    for step in range(3):  # both banks
-        ranks.run(dispatch)
-        assert (posted() == told(rows, META + ROW, 2)).all(), step
+    posted(backend)
+    for turn in range(4):  # in both banks
+        rows = rows_between(turn)
+        ranks.run(route, turn)
+        for again in range(1 + turn % 2):
+            ranks.run(dispatch)
+            check_dispatch(posted(backend), rows, ("dispatch", turn, again))
         ranks.run(combine)
-        assert (posted() == told(rows.T, PARTIAL, 1)).all(), step
+        check(posted(backend), combined(rows), ("combine", turn))
     results = ranks.run(refuse)
     assert results == ["twInvalidArgument" if rank == REFUSES else "twPeerRefused" for rank in range(RANKS)]
     refused = rows.copy()
     refused[REFUSES] = 0  # it tells of its step, and sends nothing
-    assert (posted() == told(refused, META + ROW, 2)).all()
+    assert rows[REFUSES].any()
+    check_dispatch(posted(backend), refused, "refused")
     ranks.run(end)
-    assert not posted().any()
+    assert not posted(backend).any()
 
 
 @pytest.mark.parametrize("kind", ["threads"])
-def test_counts_and_the_rows_that_they_tell_of(world: Any) -> None:
+def test_counts_and_the_rows_that_they_tell_of(world: Any, backend: str) -> None:
     """An exact layout: counts go to all, and rows to where they arrive, before they are put together."""
-    ranks, rows = world(RANKS), rows_between()
+    ranks = world(RANKS)
     ranks.run(begin, "high_throughput")
-    posted()
+    posted(backend)
     left_out = []
-    for step in range(4):
+    for turn in range(4):
+        rows = rows_between(turn)
+        ranks.run(route, turn)
         ranks.run(exchange_counts)
-        assert (posted() == told(np.ones_like(rows), 4 * (RANKS + EXPERTS // RANKS), 1)).all(), step
-        ranks.run(dispatch)
-        # Where the step would have the other bank than the caller's view, it is left out, and that is told to all.
-        skip = told(np.zeros_like(rows), 0, 0)
-        there = posted() - told(rows, META + ROW, 2)
-        left_out.append(bool(there.any()))
-        assert (there == left_out[-1] * skip).all(), step
+        check(posted(backend), planned(posts.counts(hosts(), EXPERTS // RANKS)), ("counts", turn))
+        for again in range(1 + turn % 2):
+            ranks.run(dispatch)
+            left_out.append(check_dispatch(posted(backend), rows, ("dispatch", turn, again)))
         ranks.run(combine)
-        assert (posted() == told(rows.T, PARTIAL, 1)).all(), step
+        check(posted(backend), combined(rows), ("combine", turn))
     assert any(left_out)
     ranks.run(end)
 
@@ -164,10 +199,11 @@ def combine_behind_a_refusal(env: Any) -> tuple[bool, bool]:
     """(whether sums of a dispatch that a peer refused are NaN, whether the group is finished), of calls that return
     before a device has told of the refusal."""
     begin(env, "low_latency")
+    route(env, 0)
     group, handle = env.kept["posts"]
-    result = caught(group.dispatch, handle, rows_of(env, HIDDEN + (env.rank == REFUSES)))[0]
+    result = refuse(env)
     assert result == ("twInvalidArgument" if env.rank == REFUSES else "twSuccess")
-    out = env.backend.tensor(np.zeros((TOKENS[env.rank], HIDDEN), np.float32))
+    out = env.backend.tensor(np.zeros((env.kept["tokens"], HIDDEN), np.float32))
     if env.rank != REFUSES:
         group.combine(handle, env.backend.tensor(np.zeros((RANKS, max(TOKENS), HIDDEN), np.float32)), out=out)
     nothing = env.rank == REFUSES or bool(np.isnan(env.backend.array(out)).all())

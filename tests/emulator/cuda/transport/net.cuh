@@ -1,10 +1,11 @@
 // src/cuda/transport/net.cuh for the emulator: kernels post straight into the engine between hosts, which network.cc
-// has connected.
+// has connected. What they post is counted, for tests.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 
+#include "../../../gin/counts.h"
 #include "cuda/launch/posts.h"
 #include "network_state.h"
 
@@ -23,17 +24,16 @@ inline void post(const NetView& net, int peer, const net::Put& put, const net::W
   }
 }
 
-inline void count(const NetView& net, int peer, emulator::PostKind kind, uint64_t by) {
-  emulator::count_post(static_cast<const emulator::NetworkState*>(net.state)->engine->rank(), peer, kind, by);
+inline int source_of(const NetView& net) {
+  return static_cast<const emulator::NetworkState*>(net.state)->engine->rank();
 }
 
 inline void net_put(const NetView& net, int, int peer, NetPlace to, NetPlace from, uint64_t bytes) {
-  count(net, peer, emulator::kPuts, 1);
-  count(net, peer, emulator::kPutBytes, bytes);
+  gin::post_counts().put(source_of(net), peer, bytes);
   post(net, peer, {{from.memory, from.offset}, {to.memory, to.offset}, bytes}, nullptr);
 }
 inline void net_add(const NetView& net, int, int peer, NetPlace word, uint64_t add) {
-  count(net, peer, emulator::kAdds, 1);
+  gin::post_counts().add(source_of(net), peer);
   const net::Word added{{word.memory, word.offset}, add};
   post(net, peer, {{word.memory, 0}, {word.memory, 0}, 0}, &added);
 }
