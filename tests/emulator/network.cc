@@ -18,6 +18,7 @@ class EmulatedNetwork final : public Network {
     options.patience = std::chrono::hours(24 * 365);  // kernels' own waits end by their group's timeout
     TW_RETURN_IF_FAILED(net::connect_fabric(options, meeting, &engine_));
     state_.engine = engine_.get();
+    state_.counts_alone = gin::counts_alone();
     return {};
   }
 

@@ -10,6 +10,7 @@ namespace tw::emulator {
 struct NetworkState {
   net::Engine* engine = nullptr;
   std::atomic<bool> aborted = false;
+  bool counts_alone = false;  // large puts (tests/gin/counts.h)
 };
 
 }  // namespace tw::emulator

@@ -55,6 +55,7 @@ STAGED = (
 # Of each: what has more than one rank and little to do, as connecting the ranks of several hosts is most of the time.
 GIN = {
     "posts": "posted or tell_of",
+    "bench_gin": "test_pairs",
     "exchange": "test_ranks or no_tokens or sizes_change or in_flight or slow_rank or scales",
     "throughput": "test_ranks",
     "collectives": "test_ranks or sizes_change or in_flight",

@@ -128,7 +128,7 @@ int Links::listen(void* handle) {
 bool Links::connect(void* const handles[], int listening) {
   seed_ = number_of("TOKENWAY_GIN_SEED");
   delay_us_ = number_of("TOKENWAY_GIN_DELAY_US");
-  counts_only_ = number_of("TOKENWAY_GIN_COUNT_ONLY") != 0;
+  counts_alone_ = counts_alone();
   if (cudaGetDevice(&device_) != cudaSuccess) return false;
   for (int other = 0; other < rank_; ++other) {
     sockaddr_in address{};
@@ -208,7 +208,7 @@ std::shared_ptr<Request> Links::post(int rank, const Lane& lane, Operation opera
   }
   if (operation.size > 0) post_counts().put(rank_, rank, operation.size);
   if (operation.signals) post_counts().add(rank_, rank);
-  if (counts_only_ && operation.size > kMoved) operation.size = 0;
+  if (counts_alone_ && operation.size > kMoved) operation.size = 0;
   if (operation.size == 0 && !operation.signals) {
     request->state = Request::kDone;
     return request;

@@ -5,9 +5,7 @@
 // context, to one rank). Lanes overtake each other; where TOKENWAY_GIN_SEED is not 0, puts of a lane do too. Each
 // operation is held back for up to TOKENWAY_GIN_DELAY_US.
 //
-// What is posted is counted (counts.h). With TOKENWAY_GIN_COUNT_ONLY=1 puts of more than kMoved bytes are that and no
-// more: they have ended at once, without a byte moved, as over a network that has no limit. Words, notes and numbers of
-// rows come as ever, so steps end, and what is computed is wrong.
+// What is posted is counted, and large puts are perhaps that alone (counts.h).
 //
 // Nothing blocks but connect. Where a rank's process has ended, what is under way to it fails, and whatever comes
 // later; other ranks go on. The destructor ends without asking anybody.
@@ -29,8 +27,6 @@
 #include <vector>
 
 namespace tw::gin {
-
-inline constexpr uint64_t kMoved = 4096;
 
 // Memory that all ranks have added in the same order: its number is alike everywhere.
 struct Memory {
@@ -116,7 +112,7 @@ class Links {
   int device_ = 0;
   uint64_t seed_ = 0;
   uint64_t delay_us_ = 0;
-  bool counts_only_ = false;
+  bool counts_alone_ = false;
   std::atomic<bool> stopping_ = false;
   std::atomic<bool> failed_ = false;
   std::vector<std::unique_ptr<Peer>> peers_;

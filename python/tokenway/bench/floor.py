@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tokenway import _native
 from tokenway.bench import gpu_machine
@@ -38,14 +40,12 @@ def moved_row(case: Case) -> int:
     return case.dispatch_row if case.exact else wire_row(case)
 
 
-def remote_rows(case: Case) -> tuple[int, int]:
-    """(rows that leave the busiest rank in dispatch, in combine)."""
-    sent, back = [], []
-    counts = [[int(n) for n in routing.counts] for routing in case.exchange.routing]
-    for rank in range(case.ranks):
-        sent.append(sum(counts[rank]) - counts[rank][rank])
-        back.append(sum(row[rank] for row in counts) - counts[rank][rank])
-    return max(sent), max(back)
+def remote_rows(case: Case, hosts: Sequence[int] | None = None) -> tuple[int, int]:
+    """(rows that leave the busiest rank in dispatch, in combine). hosts: those alone that go to ranks of other hosts,
+    of each rank the number of its host."""
+    of = np.arange(case.ranks) if hosts is None else np.asarray(hosts)
+    counts = np.stack([routing.counts for routing in case.exchange.routing]) * (of[:, None] != of[None])
+    return int(counts.sum(axis=1).max()), int(counts.sum(axis=0).max())
 
 
 def gpus(ranks: int) -> int:

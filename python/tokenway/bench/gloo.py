@@ -26,13 +26,17 @@ def join(folder: str, backend: str, rank: int, ranks: int) -> None:
 
 
 class Process:
-    """This process's place in a process group. Creating it is collective."""
+    """This process's place in a process group: in that which there is, if any. Creating it is collective."""
 
     def __init__(self, control: Control, backend: str = "gloo"):
         import torch
+        import torch.distributed as dist
 
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // control.nranks))
+        self._there = dist.is_initialized()  # of ranks on several hosts, who meet by it
+        if self._there:
+            return
         folder = tempfile.mkdtemp(prefix="tokenway-bench-") if control.rank == 0 else ""
         self._folder = control.allgather(folder)[0]
         self._control = control
@@ -45,6 +49,8 @@ class Process:
 
         import torch.distributed as dist
 
+        if self._there:
+            return
         self._control.allgather(None)
         dist.destroy_process_group()
         self._control.allgather(None)

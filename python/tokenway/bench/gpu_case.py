@@ -263,6 +263,14 @@ class DeviceCase:
             loops.append(Loop("all outputs given", pairs(given)))
         return loops
 
+    def loops_apart(self) -> list[Loop]:
+        """Eager subjects again: a dispatch alone, which leaves its lane, and a combine alone."""
+        combine = self._combine(self.handle)
+        return [
+            Loop("dispatch", lambda: (self.dispatch(self.handle), self.handle.release())),
+            Loop("combine", combine),
+        ]
+
     # ------------------------------------------------------------------------------------------------- verification
 
     def settle(self, meet: Callable[[], object]) -> None:

@@ -13,9 +13,6 @@ turns go the bytes of a pair alone, by plain sockets (hosts_floor.py).
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,14 +21,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tokenway.bench import gloo, runner, timing, verify
+from tokenway.bench import runner, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Telling
 from tokenway.bench.hosts_floor import FLOOR, FOLDED, Floor, Rails
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
-from tokenway.comm import ADDRESS, NRANKS, RANK
+from tokenway.bench.talk import Talk, hosts_of, ranks_per_host
 from tokenway.connecting import _host, connect
 from tokenway.group import Group
 from tokenway.handle import Handle
@@ -55,38 +52,6 @@ def measure_rank(settings: Settings) -> Results:
         progress = Progress(len(settings.cases()), talk.rank == 0)
         stack.callback(progress.close)
         return runner.measured(lambda: _points(settings, talk, progress, stack), talk, progress, stack)
-
-
-class Talk(Telling):
-    """A process group of gloo's: the launcher's, or one that meets in a folder of this machine. Collective."""
-
-    def __init__(self) -> None:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)  # ranks share the cores
-        self._dist = dist
-        self._folder = ""
-        if RANK in os.environ:
-            self._folder = os.path.join(tempfile.gettempdir(), f"tokenway-bench-{os.environ[ADDRESS]}")
-            os.makedirs(self._folder, exist_ok=True)
-            gloo.join(self._folder, "gloo", int(os.environ[RANK]), int(os.environ[NRANKS]))
-        else:
-            dist.init_process_group("gloo")
-        self.rank, self.nranks = dist.get_rank(), dist.get_world_size()
-
-    def allgather(self, mine: Any) -> list[Any]:
-        """Every rank's object, by rank. Collective."""
-        found: list[Any] = [None] * self.nranks
-        self._dist.all_gather_object(found, mine)
-        return found
-
-    def close(self) -> None:
-        """Collective."""
-        self._dist.barrier()
-        self._dist.destroy_process_group()
-        if self._folder and self.rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass
@@ -132,7 +97,7 @@ class Steps:
 def _points(settings: Settings, talk: Talk, progress: Progress, stack: ExitStack) -> dict[str, Any]:
     """The rows of a run, and what hosts and backends there were."""
     assert settings.hosts is not None
-    each = _ranks_per_host(settings)
+    each = ranks_per_host(settings.hosts.ranks_per_host, settings.ranks, settings.launched)
     comms = {}
     for name in settings.hosts.backends:
         more = {"ranks_per_host": each} if name == FABRIC and each else {}
@@ -168,22 +133,6 @@ def _floors(hosts: Sequence[int], groups: dict[str, Group]) -> list[str]:
     """What of the bytes alone is timed: by domain, where hosts fold."""
     folds = BY_DOMAIN in groups and len(hosts) % groups[BY_DOMAIN].domain == 0
     return [FLOOR, FOLDED] if folds else [FLOOR]
-
-
-def _ranks_per_host(settings: Settings) -> int | None:
-    """None: hosts are found. Ranks that were started here would all be of one."""
-    assert settings.hosts is not None
-    if settings.hosts.ranks_per_host is None and not settings.launched:
-        return max(1, settings.ranks // 2)
-    return settings.hosts.ranks_per_host
-
-
-def hosts_of(names: Sequence[str], each: int | None) -> list[int]:
-    """The number of every rank's host."""
-    if each is not None:
-        return [rank // each for rank in range(len(names))]
-    known = list(dict.fromkeys(names))
-    return [known.index(name) for name in names]
 
 
 def alike(hosts: Sequence[int]) -> int:

@@ -46,13 +46,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    add_group(parser, BACKEND, _OPTIONS)
+    add_group(parser, f"{BACKEND} (--ranks-per-host also with --backend gin)", _OPTIONS)
 
 
 def from_arguments(args: argparse.Namespace) -> Hosts | None:
     """What was asked for; None with another backend. Raises UsageError."""
     if args.backend != "fabric":
-        refuse_given(args, BACKEND, _OPTIONS)
+        refuse_given(args, BACKEND, _OPTIONS if args.backend != "gin" else _OPTIONS.keys() - {"--ranks-per-host"})
         return None
     if missing := portable.missing():  # ranks tell each other what they measure over gloo
         raise UsageError(f"{BACKEND}: {missing}")

@@ -22,7 +22,7 @@ from typing import Any
 from tokenway.bench import gloo, gpu_machine, runner, timeline, timing
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
-from tokenway.bench.gpu_rank import connect_gpu
+from tokenway.bench.gpu_rank import connect_gpu, sizes_of_hosts
 from tokenway.bench.graphs import Graphs, Loop, Replay
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
@@ -59,7 +59,8 @@ def measure_rank(settings: Settings) -> Results:
             for case, row in zip(settings.cases(), measured, strict=True):
                 progress.at(f"the timeline of {case.name}")
                 row["timeline"] = _timeline(settings, case, comm, control)
-        more = gpu_machine.results(settings.ranks) if control.rank == 0 else {}
+        more = sizes_of_hosts(settings, control)
+        more |= gpu_machine.results(settings.ranks) if control.rank == 0 else {}
         return {"layers": measured, "backend": "nvlink", **more}
 
     return runner.as_rank(settings, len(settings.cases()), rows)

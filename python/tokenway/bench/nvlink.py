@@ -1,6 +1,8 @@
-"""`tokenway bench --backend nvlink`: one rank on a GPU, as a process of its own or as a thread of one process.
+"""`tokenway bench --backend nvlink`: one rank on a GPU, as a process of its own or as a thread of one process. And
+`--backend gin`: the same between hosts, in processes.
 
-What ranks tell each other goes over the CPU backend (control.py), so nothing that is measured is used to measure it.
+What ranks tell each other goes over the CPU backend (control.py), or over gloo's between hosts (talk.py), so nothing
+that is measured is used to measure it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 from tokenway.bench import baselines, breakdown, floor, gloo, gpu_machine, nccl, nvlink_results, runner, timing, verify
 from tokenway.bench.case import Case
 from tokenway.bench.control import Control
-from tokenway.bench.gpu_rank import connect_gpu
+from tokenway.bench.gpu_rank import connect_gpu, hosts_between, sizes_of_hosts
 from tokenway.bench.graphs import LAYERS, Loop
 from tokenway.bench.libraries import LIBRARIES
 from tokenway.bench.overhead import ops_path
@@ -52,6 +54,7 @@ def measure_rank(settings: Settings) -> Results:
         progress.doing("connecting")
         comm = stack.enter_context(connect_gpu(settings, control))
         results = _rank(settings, control, comm, document, progress)
+        results |= sizes_of_hosts(settings, control)
         return results | gpu_machine.results(settings.ranks) if control.rank == 0 else {}
 
     return runner.as_rank(settings, len(settings.cases()), rows)
@@ -138,6 +141,7 @@ class Bench:
         self.progress = progress
         self.settings, self.gpu, self.control, self.comm, self.floor = settings, settings.nvlink, control, comm, bottom
         self._agree = partial(runner.agree, control)
+        self._hosts = hosts_between(settings, control)
         if settings.baselines:
             stack.callback(gloo.Process(control, "nccl").close)
         named = [name for name in settings.baselines if name in LIBRARIES]
@@ -229,7 +233,8 @@ class Bench:
         if self.settings.verify_only:
             return row
         told = self.progress.at
-        subjects: list[Any] = [ours.graphs(told=told), *ours.loops(not self.gpu.local_ranks), *self._ops(ours)]
+        loops = ours.loops(not self.gpu.local_ranks) + (ours.loops_apart() if self._hosts else [])
+        subjects: list[Any] = [ours.graphs(told=told), *loops, *self._ops(ours)]
         kept = [(one, one.result.clone()) for one in (ours, ours.back) if one is not None]
         if other is not None:
             beside = self.prepared(self._compared([case])[0], other)
@@ -255,7 +260,7 @@ class Bench:
         told("freeing the graphs")
         for subject in [*subjects, *timed]:
             subject.close()
-        row |= nvlink_results.row(case, times, self.floor, notes)
+        row |= nvlink_results.row(case, times, self.floor, notes, self._hosts)
         if missing:
             row["missing"] = missing
         row["by_rank_us"] = [round(value, 2) for value in by_rank]

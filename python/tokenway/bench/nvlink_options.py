@@ -1,4 +1,4 @@
-"""The options of `tokenway bench --backend nvlink`, checked."""
+"""The options of `tokenway bench --backend nvlink` and `--backend gin`, checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tokenway.bench import gpu_machine
 from tokenway.bench.case import FP8
 from tokenway.usage import UsageError, add_group, number, refuse_given
 
-BACKEND = "--backend nvlink"
+BACKEND, BETWEEN = "--backend nvlink", "--backend gin"
+BACKENDS = ("nvlink", "gin")
 OVER = ("nvlink", "nccl")
 TOKENS = (1, 8, 128, 256, 512, 1024, 2048, 4096)
 PAYLOADS = {"bf16": "bfloat16", "fp8": FP8}
@@ -27,6 +28,14 @@ APART = (
     ("--overhead", BACKEND, "its rows tell what calls cost the host"),
     ("--backward", "--compare", "gradients are not fp8"),
     *((option, "--over nccl", "its ranks wait in collectives") for option in ("--local-ranks", "--ablation")),
+    *(
+        (option, BETWEEN, "its ranks are processes, and wait for what comes")
+        for option in ("--local-ranks", "--ablation")
+    ),
+    *(
+        (option, BETWEEN, "it times pairs and layers alone")
+        for option in ("--overhead", "--aux", "--collective", "--returns", "--moving", "--frameworks")
+    ),
 )
 
 
@@ -43,7 +52,8 @@ class Nvlink:
     ablation: bool = False
     breakdown: bool = False
     compare: str | None = None  # a second dtype for tokens, measured in the same rounds
-    over: str = "nvlink"  # or "nccl": the portable backend
+    over: str = "nvlink"  # or "nccl": the portable backend; or "gin"
+    ranks_per_host: int | None = None  # of "gin". None: hosts are what they are
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,20 +90,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_arguments(args: argparse.Namespace) -> Nvlink | None:
     """What was asked for; None with another backend. Raises UsageError."""
-    if args.backend != "nvlink":
+    if args.backend not in BACKENDS:
         refuse_given(args, BACKEND, _OPTIONS)
         return None
+    between = args.backend == "gin"
+    if between:
+        refuse_given(args, BACKEND, ("--over",))
     return Nvlink(
         local_ranks=args.local_ranks or 0,
         sm_limit=args.sm_limit or 0,
         lanes=args.lanes or 1,
         inbox_tokens=args.inbox_tokens,
         verify=args.verify or args.verify_only,
-        floor=not (args.no_floor or args.verify_only),
+        floor=not (args.no_floor or args.verify_only or between),
         ablation=args.ablation,
         breakdown=args.breakdown,
         compare=args.compare and PAYLOADS[args.compare],
-        over=args.over or OVER[0],
+        over="gin" if between else args.over or OVER[0],
+        ranks_per_host=args.ranks_per_host if between else None,
     )
 
 
@@ -110,16 +124,17 @@ def dtype(args: argparse.Namespace) -> str | None:
 def check(settings: Any) -> None:
     """Whether this machine can do it. Raises UsageError."""
     gpu: Nvlink = settings.nvlink
+    backend = BETWEEN if gpu.over == "gin" else BACKEND
     if gpu.compare == settings.dtype:
         raise UsageError("--compare: fp8; the tokens are fp8 already")
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("--backend nvlink needs PyTorch: pip install 'tokenway[torch]'")
+        raise UsageError(f"{backend} needs PyTorch: pip install 'tokenway[torch]'")
     if gpu.local_ranks:
         for name, value in LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     found = gpu_machine.device_count()
     if isinstance(found, str):
-        raise UsageError(f"--backend nvlink: {found}")
+        raise UsageError(f"{backend}: {found}")
     if gpu.local_ranks:
         if settings.launched:
             raise UsageError("--local-ranks: this process is one of several ranks already")

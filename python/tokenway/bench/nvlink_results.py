@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tokenway.bench import floor, timing
@@ -33,10 +34,15 @@ METHOD = {
     "outside_pair_us": f"as pair_us, between events around the replay, over {COUNT + 1} pairs: the launch is in it",
     "host": (
         f"loops of {LAYERS} turns without a graph; eager_us per turn by the clock until the device is done, host_us "
-        "the host's part; a turn is a pair, or route's call, or two of PyTorch's, additions in place of one number; "
-        "update + pair and route + pair are pairs of new ids, by a handle that is updated and by a new one"
+        "the host's part; a turn is a pair, or with --backend gin a dispatch or a combine alone, or route's call, or "
+        "two of PyTorch's, additions in place of one number; update + pair and route + pair are pairs of new ids, by a "
+        "handle that is updated and by a new one"
     ),
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
+    "remote_bytes": (
+        "of the rank from which the most bytes go to other ranks; with --backend gin, to ranks of other hosts, without "
+        "what these are told of a step"
+    ),
     "percent_of_put": (
         "remote bytes / time / two-way put ceiling; ids, weights and headers are remote bytes, too, but in high "
         "throughput, where a dispatch alone is not the first of its routing and moves rows only"
@@ -65,14 +71,21 @@ def run(settings: Settings, document: dict[str, Any], rows: list[dict[str, Any]]
     }
 
 
-def row(case: Case, times: dict[str, Any], bottom: floor.Floor, notes: dict[str, str]) -> dict[str, Any]:
-    """Summaries of a row's times, ratios to the floor and to the baselines. times: of timing.rounds_of."""
+def row(
+    case: Case,
+    times: dict[str, Any],
+    bottom: floor.Floor,
+    notes: dict[str, str],
+    hosts: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Summaries of a row's times, ratios to the floor and to the baselines. times: of timing.rounds_of. hosts: of each
+    rank the number of its host, where bytes to other hosts are told; they have no floor."""
     ours = {phase: timing.summary(rounds) for phase, rounds in times["tokenway"].items()}
     told: dict[str, Any] = {f"{phase}_us": ours[phase] for phase in ("pair", "dispatch", "combine")}
     told["cached_pair_us"], told["outside_pair_us"] = ours["cached"], ours["outside"]
     told |= {f"{phase}_us": ours[phase] for phase in ("counts", "backward", "both") if phase in ours}
     told["pair_less_dispatch_us"] = round(ours["pair"]["median"] - ours["dispatch"]["median"], 2)
-    told["floor"] = _beside_floor(case, ours, bottom)
+    told["floor"] = _beside_floor(case, ours, bottom, hosts)
     told["baselines"], told["host"] = {}, {}
     for name, phases in times.items():
         if "eager" in phases:
@@ -104,10 +117,11 @@ def _apart(phases: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _beside_floor(case: Case, ours: dict[str, Any], bottom: floor.Floor) -> dict[str, Any]:
-    sent, back = floor.remote_rows(case)
+def _beside_floor(case: Case, ours: dict[str, Any], bottom: floor.Floor, hosts: Sequence[int] | None) -> dict[str, Any]:
+    sent, back = floor.remote_rows(case, hosts)
+    moved = floor.moved_row(case) if hosts is None else floor.wire_row(case)  # posts are of whole rows
     both = {
-        "dispatch": bottom.compare(ours["dispatch"]["median"], sent, floor.moved_row(case)),
+        "dispatch": bottom.compare(ours["dispatch"]["median"], sent, moved),
         "combine": bottom.compare(ours["combine"]["median"], back, case.combine_row),
     }
     bottoms = [bottom.exchange(sent, floor.wire_row(case)), bottom.exchange(back, case.combine_row)]

@@ -29,7 +29,7 @@ from tokenway.bench.settings import Settings
 from tokenway.comm import NRANKS
 from tokenway.usage import UsageError, listed, number, one_of
 
-BACKENDS = ("cpu", "nvlink", "torch", "fabric")
+BACKENDS = ("cpu", "nvlink", "torch", "fabric", "gin")
 MAX_TOKENS = 1 << 20
 KINDS = (alternatives, framework_options, hosts_options, moving_options, nvlink_options, portable_options)
 # (option, another that does not go with it, why)
@@ -43,7 +43,8 @@ APART = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument
-    add("--backend", choices=BACKENDS, default="cpu", metavar="NAME", help="cpu (default), nvlink, torch or fabric")
+    backends = "nvlink, torch, fabric, or gin, GPUs of several hosts"
+    add("--backend", choices=BACKENDS, default="cpu", metavar="NAME", help=f"cpu (default), {backends}")
     add("--ranks", type=number(1, MAX_RANKS), metavar="N", help="local processes (default 4; on GPUs 2, one on each)")
     known = one_of((*PROFILES, "all"))
     profiles = f"all, or some of {', '.join(PROFILES)} (default deepseek-v3)"
@@ -207,8 +208,9 @@ def _check_together(settings: Settings) -> None:
     gpu = settings.nvlink
     given = {
         "--aux": settings.aux,
-        "--backend nvlink": gpu is not None,
+        "--backend nvlink": gpu is not None and gpu.over != "gin",
         "--backend fabric": settings.hosts is not None,
+        "--backend gin": gpu is not None and gpu.over == "gin",
         "--backend torch": settings.portable is not None,
         "--backward": settings.backward,
         "--baselines": settings.baselines,

@@ -13,6 +13,7 @@ from tokenway.bench.case import Case, short_routing
 from tokenway.bench.control import Control
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
+from tokenway.bench.talk import Talk
 from tokenway.bench.watch import SILENT, Watch
 from tokenway.comm import Comm
 from tokenway.connecting import connect
@@ -51,12 +52,21 @@ def _why(outcome: Outcome) -> str:
 def as_rank(settings: Settings, count: int, rows: Callable[[Control, Progress, ExitStack], dict[str, Any]]) -> Results:
     """What `rows(control, progress, stack)` measures as one of the ranks. count: of rows to be shown. Collective."""
     with ExitStack() as stack:
-        control = Control(stack.enter_context(connect()))
+        control = _control(settings, stack)
         stack.callback(control.close)
         watch = SILENT if settings.nvlink is None else stack.enter_context(Watch(control))
         progress = Progress(count, control.rank == 0, watch)
         stack.callback(progress.close)
         return measured(lambda: rows(control, progress, stack), control, progress, stack)
+
+
+def _control(settings: Settings, stack: ExitStack) -> Any:
+    """What ranks tell each other by: memory in common, or what reaches other hosts."""
+    if settings.nvlink is None or settings.nvlink.over != "gin":
+        return Control(stack.enter_context(connect()))
+    import torch
+
+    return Talk("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def measured(measure: Callable[[], dict[str, Any]], control: Control, progress: Progress, stack: ExitStack) -> Results:

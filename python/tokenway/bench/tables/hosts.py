@@ -13,7 +13,7 @@ STANDS_ON = {"floor": "fabric", "floor by domain": "fabric by domain"}  # whose 
 def tables(run: Run) -> list[Table]:
     """The table of a run."""
     settings = run["settings"]
-    what = f"{settings['ranks']} ranks on hosts of {_sizes(run['hosts'])}, {settings['dtype']}, {settings['layout']}"
+    what = f"{settings['ranks']} ranks on hosts of {sizes(run['hosts'])}, {settings['dtype']}, {settings['layout']}"
     what += f", weighting {settings['weighting']}"
     heads = ["profile", "top-k", "tokens", "rows to ranks of other hosts", "to other hosts"]
     timed = list(run["rows"][0]["pairs"])
@@ -29,7 +29,7 @@ def _compared(timed: list[str]) -> list[tuple[str, str]]:
     return [(name, other) for name in timed for other in timed if name.startswith("fabric") and other == "torch"]
 
 
-def _sizes(hosts: list[int]) -> str:
+def sizes(hosts: list[int]) -> str:
     """ "2 and 2": of how many ranks each is."""
     few = (
         [str(size) for size in hosts] if len(hosts) < 5 else [f"{n} times {size}" for size, n in Counter(hosts).items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokenway.bench import timeline
+from tokenway.bench.tables.hosts import sizes
 from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
 
 PARTS = ("experts", "router", "exchange")
@@ -12,7 +13,8 @@ WAYS = ("captured", "eager", "captured_both", "eager_both")
 def tables(run: Run) -> list[Table]:
     """A table of inference, and one of training where gradients were measured."""
     settings, rows = run["settings"], run["layers"]
-    what = f"MoE layers, {settings['ranks']} ranks, {settings['dtype']}"
+    where = f" on hosts of {sizes(run['hosts'])}" if "hosts" in run else ""
+    what = f"MoE layers, {settings['ranks']} ranks{where}, {settings['dtype']}"
     if not any("us" in row for row in rows):
         cells = [[row["profile"], row["routing"], str(row["tokens"]), "yes"] for row in rows]
         return [Table(what, ["profile", "routing", "tokens", "compared"], cells)]

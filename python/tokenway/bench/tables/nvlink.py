@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenway.bench.tables.hosts import sizes
 from tokenway.bench.tables.table import Row, Run, Table, medians, microseconds
 from tokenway.tables import mebibytes
 
@@ -44,6 +45,8 @@ def _timed(run: Run) -> list[tuple[str, Any]]:
             makers.append(("of floor", _times_floor(phase)))
         if has_floor and phase != "pair":
             makers.append(("of put", _percent(phase)))
+        if "hosts" in run and phase != "pair":
+            makers.append((f"{phase} GB/s to other hosts", _rate(phase)))
     if "counts_us" in rows[0]:
         makers.append(("counts us", _median("counts")))
     names = list(dict.fromkeys(name for row in rows for name in (*row["baselines"], *row.get("missing", ()))))
@@ -88,6 +91,10 @@ def _times_floor(phase: str) -> Any:
         return "-" if times is None else f"{times:.2f}x"
 
     return cell
+
+
+def _rate(phase: str) -> Any:
+    return lambda row: f"{row['floor'][phase]['remote_gb_s']:.2f}"
 
 
 def _percent(phase: str) -> Any:
@@ -152,6 +159,7 @@ def _what(run: Run) -> str:
     told = f"{s['ranks']} {'local ranks' if gpu['local_ranks'] else 'ranks'}, {s['dtype']}, {s['layout']}"
     told += f", weighting {s['weighting']}"
     told += ", over NCCL" if gpu.get("over") == "nccl" else ""
+    told += f" on hosts of {sizes(run['hosts'])}" if "hosts" in run else ""
     told += f", {gpu['lanes']} lanes" if gpu["lanes"] > 1 else ""
     told += f", an inbox of {gpu['inbox_tokens']} tokens" if gpu.get("inbox_tokens") else ""
     return told + (f", at most {gpu['sm_limit']} SMs" if gpu["sm_limit"] else "")

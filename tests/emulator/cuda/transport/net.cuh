@@ -11,8 +11,12 @@
 
 namespace tw::cuda {
 
+inline const emulator::NetworkState& state_of(const NetView& net) {
+  return *static_cast<const emulator::NetworkState*>(net.state);
+}
+
 inline void post(const NetView& net, int peer, const net::Put& put, const net::Word* word) {
-  const auto& state = *static_cast<const emulator::NetworkState*>(net.state);
+  const emulator::NetworkState& state = state_of(net);
   for (;;) {
     const net::Posted posted = word == nullptr ? state.engine->put(peer, put) : state.engine->put(peer, put, *word);
     if (posted == net::Posted::kRefused) {
@@ -24,16 +28,13 @@ inline void post(const NetView& net, int peer, const net::Put& put, const net::W
   }
 }
 
-inline int source_of(const NetView& net) {
-  return static_cast<const emulator::NetworkState*>(net.state)->engine->rank();
-}
-
 inline void net_put(const NetView& net, int, int peer, NetPlace to, NetPlace from, uint64_t bytes) {
-  gin::post_counts().put(source_of(net), peer, bytes);
+  gin::post_counts().put(state_of(net).engine->rank(), peer, bytes);
+  if (state_of(net).counts_alone && bytes > gin::kMoved) return;
   post(net, peer, {{from.memory, from.offset}, {to.memory, to.offset}, bytes}, nullptr);
 }
 inline void net_add(const NetView& net, int, int peer, NetPlace word, uint64_t add) {
-  gin::post_counts().add(source_of(net), peer);
+  gin::post_counts().add(state_of(net).engine->rank(), peer);
   const net::Word added{{word.memory, word.offset}, add};
   post(net, peer, {{word.memory, 0}, {word.memory, 0}, 0}, &added);
 }
