@@ -7,9 +7,17 @@ FITTING = "python/tokenway/planning/fitting.py"
 MODEL = "python/tokenway/planning/model.py"
 MEMORY = "python/tokenway/planning/memory.py"
 SIMULATION = "python/tokenway/planning/simulation.py"
+FLOOR = "python/tokenway/bench/floor.py"
 PLANNED = "python/tokenway/planning/posts.py"
 
 PLANNING = (
+    Mutation(
+        "bytes to other hosts are those to all ranks",
+        "predictions",
+        "py/test_bench_gin",
+        "rows_to_other_hosts",
+        (Edit(FLOOR, "if hosts is None else np.asarray(hosts)", "if True else np.asarray(hosts)"),),
+    ),
     Mutation(
         "posts are planned without what goes with rows",
         "predictions",

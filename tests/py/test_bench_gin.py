@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,17 @@ def pretend() -> None:
     PROFILES[TINY.name], PROFILES[STANDS_FOR] = TINY, replace(TINY, name=STANDS_FOR)
 
 
+def over_a_carrier(settings: Settings) -> Any:
+    """Of a rank of the portable backend, where torchrun would have said that hosts are several."""
+    from emulated_backend import OnHost, connect_group
+
+    from tokenway import staged
+
+    os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(EACH)}
+    staged.on_device, staged.connect = OnHost, connect_group
+    return whole_run(settings)
+
+
 def whole_run(settings: Settings) -> Any:
     """Of a rank."""
     from tokenway.bench import layer, nvlink
@@ -113,7 +125,7 @@ def emulated(backend: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(PROFILES, TINY.name, TINY)
 
 
-def run_of(layout: str = "rank_major", **options: Any) -> dict[str, Any]:
+def run_of(layout: str = "rank_major", rank: Any = whole_run, over: str = "gin", **options: Any) -> dict[str, Any]:
     settings = Settings(
         ranks=RANKS,
         profiles=(TINY.name,),
@@ -122,13 +134,13 @@ def run_of(layout: str = "rank_major", **options: Any) -> dict[str, Any]:
         iterations=1,
         rounds=1,
         warmup=0,
-        nvlink=Nvlink(over="gin", ranks_per_host=EACH, floor=False, verify=True),
+        nvlink=Nvlink(over=over, ranks_per_host=EACH, floor=over == "nccl", verify=True),
         **options,
     )
-    results = runner.on_ranks(settings, whole_run, 300.0)
+    results = runner.on_ranks(settings, rank, 300.0)
     assert results is not None
     run = json.loads(json.dumps(command.record(settings, results)))
-    assert run["hosts"] == [2, 1] and run["settings"]["nvlink"]["over"] == "gin"
+    assert run["hosts"] == [2, 1] and run["settings"]["nvlink"]["over"] == over
     run["gpu"] = {"gpu": "none", "count": 0, "used": 0, "driver": None, "link": "", "nvlink": "", "gpus": []}
     return run
 
@@ -158,6 +170,16 @@ def test_pairs(layout: str, emulated: None, torch: Any, capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "3 ranks, bfloat16" in shown and "on hosts of 2 and 1" in shown
     assert "dispatch GB/s to other hosts" in shown and "combine GB/s to other hosts" in shown
+
+
+@pytest.mark.long
+def test_the_portable_backend_between_hosts(emulated: None, torch: Any, capsys: Any) -> None:
+    """The same run over it, for a comparison; the floor is of one host, and left out."""
+    run = run_of(rank=over_a_carrier, over="nccl", tokens=(6,))
+    assert "left out" in run["floor"]["missing"]
+    assert run["rows"][0]["floor"]["dispatch"]["remote_bytes"] > 0 < run["rows"][0]["pair_us"]["median"]
+    report.show(run)
+    assert "over NCCL on hosts of 2 and 1" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -203,7 +225,9 @@ def test_rates_without_a_network(emulated: None, torch: Any, monkeypatch: Any, c
     assert "differ" in capfd.readouterr().err
 
 
-def test_ranks_are_split_where_they_are_started_here() -> None:
+def test_which_hosts_there_are(monkeypatch: Any) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     settings = Settings(ranks=4, nvlink=Nvlink(over="gin"))
 
     class Control:
@@ -213,3 +237,10 @@ def test_ranks_are_split_where_they_are_started_here() -> None:
     assert gpu_rank.hosts_between(settings, Control()) == [0, 0, 1, 1]
     assert gpu_rank.sizes_of_hosts(Settings(nvlink=Nvlink(over="gin"), launched=True), Control()) == {"hosts": [2, 2]}
     assert gpu_rank.sizes_of_hosts(Settings(nvlink=Nvlink()), Control()) == {}
+    over_nccl = Settings(nvlink=Nvlink(over="nccl"), launched=True)
+    assert gpu_rank.sizes_of_hosts(over_nccl, Control()) == {}
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for local, found in (("4", {}), ("2", {"hosts": [2, 2]})):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        assert gpu_rank.sizes_of_hosts(over_nccl, Control()) == found
+        assert gpu_rank.sizes_of_hosts(Settings(nvlink=Nvlink()), Control()) == {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from tokenway.bench.control import Control
 from tokenway.bench.settings import Settings
-from tokenway.bench.talk import hosts_of, ranks_per_host
+from tokenway.bench.talk import hosts_of, on_several_hosts, ranks_per_host
 from tokenway.comm import Comm
 from tokenway.connecting import _host, connect
 
@@ -33,13 +33,14 @@ def connect_gpu(settings: Settings, control: Control) -> Comm:
         if each:  # NCCL would take them all for one host
             os.environ.setdefault("NCCL_LSA_TEAM_SIZE", str(each))
         return connect(backend="gin", device=f"cuda:{index}", ranks_per_host=each)
-    return connect(device=f"cuda:{index}")
+    return connect(device=f"cuda:{index}", backend="nvlink" if on_several_hosts() else "auto")
 
 
 def hosts_between(settings: Settings, control: Control) -> list[int] | None:
     """Of each rank the number of its host, where rows go to other hosts; else None. Collective."""
     assert settings.nvlink is not None
-    if settings.nvlink.over != "gin":
+    over = settings.nvlink.over
+    if over == "nvlink" or (over == "nccl" and not on_several_hosts()):
         return None
     return hosts_of(control.allgather(_host()), _ranks_per_host(settings))
 

@@ -26,6 +26,7 @@ from tokenway.bench.overhead import ops_path
 from tokenway.bench.progress import Progress
 from tokenway.bench.runner import Results
 from tokenway.bench.settings import Settings
+from tokenway.bench.talk import on_several_hosts
 from tokenway.bench.turns import PREPARE, Beside
 from tokenway.comm import Comm, local_comms
 from tokenway.group import Group
@@ -99,7 +100,7 @@ def place(ranks: int, devices: int) -> list[int]:
 def _floor(settings: Settings) -> dict[str, Any]:
     """The floor's document. Before any group is made, so that nothing else runs."""
     assert settings.nvlink is not None
-    if not settings.nvlink.floor:
+    if not settings.nvlink.floor or on_several_hosts():  # the program is one of this host
         return {"missing": "no floor: left out"}
     cases = settings.cases()
     if settings.nvlink.compare:

@@ -13,7 +13,7 @@ from tokenway.bench.case import Case, short_routing
 from tokenway.bench.control import Control
 from tokenway.bench.progress import Progress
 from tokenway.bench.settings import Settings
-from tokenway.bench.talk import Talk
+from tokenway.bench.talk import Talk, on_several_hosts
 from tokenway.bench.watch import SILENT, Watch
 from tokenway.comm import Comm
 from tokenway.connecting import connect
@@ -62,7 +62,7 @@ def as_rank(settings: Settings, count: int, rows: Callable[[Control, Progress, E
 
 def _control(settings: Settings, stack: ExitStack) -> Any:
     """What ranks tell each other by: memory in common, or what reaches other hosts."""
-    if settings.nvlink is None or settings.nvlink.over != "gin":
+    if settings.nvlink is None or not (settings.nvlink.over == "gin" or on_several_hosts()):
         return Control(stack.enter_context(connect()))
     import torch
 

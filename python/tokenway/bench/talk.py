@@ -70,6 +70,12 @@ class Talk(Telling):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def on_several_hosts() -> bool:
+    """Whether torchrun says that it has started ranks on other hosts."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is not None and local != os.environ.get("WORLD_SIZE")
+
+
 def ranks_per_host(given: int | None, ranks: int, launched: bool) -> int | None:
     """None: hosts are found. Ranks that were not launched are started here, and would all be of one."""
     return max(1, ranks // 2) if given is None and not launched else given
