@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     if "--gin" in arguments:
         arguments = [a for a in arguments if a != "--gin"]
-        names, backend = (tuple(GIN) if chosen else ("posts", *names)), "emulated-gin"
+        names, backend = (tuple(GIN) if chosen else ("posts", "bench_gin", *names)), "emulated-gin"
         if quick:
             os.environ["EXAMPLES"] = "2"
             chosen[1] += f" and ({' or '.join(GIN.values())})"

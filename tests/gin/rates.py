@@ -6,7 +6,8 @@
 For a machine with as many GPUs as ranks (2). Each rank is a host of its own, and the plugin counts puts of more than 4
 KiB without moving them, so a dispatch and a combine are their kernels, NCCL's queue and thread, and the plugin's
 sockets for words and notes. Rows do not come, so results are wrong and nothing is compared; a step that ends in an
-error ends the run.
+error ends the run. Words and notes go through memory of the host, which a NIC would not do: what a step of one token
+takes is mostly that, and is in every other step too.
 
 Dispatch, combine and both, in CUDA graphs and eager, in both modes, with sm_limit 0 (as the library chooses) and 8:
 GB/s are the bytes that go from the busiest rank to other hosts by the time of a step. What tokenway bench measures,
@@ -112,8 +113,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--ranks", default="2")
-    parser.add_argument("--tokens", nargs="+", default=["128", "1024", "4096"])
-    parser.add_argument("--iterations", default="60")
+    parser.add_argument("--tokens", nargs="+", default=["1", "128", "1024", "4096"])
+    parser.add_argument("--iterations", default="15")
     given = parser.parse_args(argv)
     if not Path(os.environ.get(PLUGIN, "")).is_file():
         print(f"rates.py: {PLUGIN} must name tests/gin's plugin", file=sys.stderr)
