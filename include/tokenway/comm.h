@@ -2,6 +2,14 @@
 #ifndef TOKENWAY_COMM_H_
 #define TOKENWAY_COMM_H_
 
+// How rows of a dispatch or gather cross between hosts of GPUs. Results have the same bits.
+typedef enum TW_AS_INT {
+  twCrossFaster = 0,   // once for each host where a GPU sees what the network writes to others of its host, and there
+                       // are enough rows, else once for each rank
+  twCrossPerHost = 1,  // once for each host: its ranks copy their rows from where they lie at one of them
+  twCrossPerRank = 2,  // once for each rank, straight to it
+} twCrossing_t;
+
 // What twCommCreateShm, twCommCreateFabric, twCommCreateCuda and twCommCreateLocal take. NULL stands for the defaults.
 typedef struct {
   size_t size;
@@ -20,8 +28,9 @@ typedef struct {
                            // order of ranks, the last perhaps smaller (for trials on one host); 0: as they are
   const char* provider;    // twCommCreateFabric: libfabric's, between hosts: "tcp", "verbs" or "efa" (or, for trials on
                            // one host, "shm"); NULL: "tcp". The same on all ranks, as the field before
+  twCrossing_t crossing;   // twCommCreateGin. The same on all ranks
 } twCommConfig_t;
-#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL, 0, NULL}
+#define TW_COMM_CONFIG_INIT {sizeof(twCommConfig_t), 0, NULL, -1, NULL, NULL, NULL, 0, NULL, twCrossFaster}
 
 // Connects `nranks` processes of one host on the CPU; rank is this process's place, 0 <= rank < nranks <= TW_MAX_RANKS.
 // Collective. Windows are anonymous memory (memfd) whose descriptors travel over Unix sockets; processes of other users
@@ -53,7 +62,8 @@ TW_API twResult_t twCommCreateFabric(twComm_t* comm, int32_t rank, int32_t nrank
 // all others over TCP too, for what is told beside rows, at ports that the system chooses. Nothing is encrypted.
 //
 // Errors: as twCommCreateShm; twUnsupported in a build without CUDA and, on all ranks alike, where NCCL is not here, is
-// too old, or has no such network between all ranks; twInvalidArgument; twConfigMismatch where ranks_per_host differs.
+// too old, or has no such network between all ranks; twInvalidArgument; twConfigMismatch where ranks_per_host or
+// crossing differ. Groups fail with twUnsupported where crossing is per host, and ranks do not see such rows in time.
 TW_API twResult_t twCommCreateGin(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConfig_t* config);
 
 // Connects `nranks` processes, each with a CUDA device of its own; all pairs of devices must reach each other's memory

@@ -39,6 +39,7 @@ COMBINE_ROWS = {"per_rank": 0, "per_expert": 1}
 ID_SPACES = {"local": 0, "global": 1}
 LINKS = {"other": 0, "tested": 1, "nvml": 2, "visible": 3}
 HANDLES = {"none": 0, "descriptors": 1, "refused": 2, "fabric": 3}
+CROSSINGS = {"faster": 0, "per_host": 1, "per_rank": 2}
 DOMAINS = {"unknown": 0, "none": 1, "named": 2}
 LAYOUTS = {"rank_major": 0, "expert_major": 1, "flat": 2, "grouped": 3, "grouped_by_bound": 4}
 WEIGHTINGS = {"none": 0, "topk": 1}
@@ -77,6 +78,7 @@ class CommConfig(Struct):
         ("allgather_context", c_void_p),
         ("ranks_per_host", c_int32),
         ("provider", c_char_p),
+        ("crossing", c_int),
     ]
 
     def __init__(self) -> None:

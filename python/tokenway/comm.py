@@ -28,6 +28,10 @@ HANDLES = {
 }
 
 
+# How rows of a dispatch cross between hosts; None: as is faster.
+_CROSSINGS = {None: _header.CROSSINGS["faster"], **{n: c for n, c in _header.CROSSINGS.items() if n != "faster"}}
+
+
 class Comm(_native.Shared):
     """One rank's part in a set of ranks on which groups are created.
 
@@ -144,20 +148,28 @@ class Comm(_native.Shared):
         *,
         device: Any = None,
         ranks_per_host: int | None = None,
+        crossing: str | None = None,
         timeout: float | None = None,
     ) -> Comm:
         """Connects processes on any hosts that have a CUDA device each. Collective.
 
         `connect(backend="gin")` is the everyday form. Ranks of one host copy rows into each other's memory, over NVLink
         or PCIe; to ranks of other hosts kernels put them by NCCL's device API (GIN). allgather, device, ranks_per_host
-        and timeout: as in `fabric` and `cuda`. Raises Unsupported where there is no driver, in a build without CUDA, or
-        where NCCL is too old or has no such network between all ranks.
+        and timeout: as in `fabric` and `cuda`. crossing: how rows of a dispatch or gather cross between hosts, equal on
+        all ranks: "per_host" (once for each host: its ranks copy theirs from where they lie at one of them), "per_rank"
+        (once for each rank, straight to it), or None: per host where a GPU sees what the network writes to others of
+        its host and there are enough rows. Raises InvalidArgument for another; Unsupported where there is no driver, in
+        a build without CUDA, or where NCCL is too old or has no such network between all ranks.
         """
         index = None if device is None else cuda.index_of(device)
         config = _config(timeout)
         function = portable.c_allgather(allgather, rank, nranks)
         config.allgather = ctypes.cast(function, c_void_p)
         config.ranks_per_host = 0 if ranks_per_host is None else _native.fit("ranks_per_host", ranks_per_host)
+        if crossing not in _CROSSINGS:
+            known = ", ".join(map(repr, _CROSSINGS))
+            raise InvalidArgument.of("crossing", f"is {crossing!r}; it must be one of {known}")
+        config.crossing = _CROSSINGS[crossing]
         config.device = cuda.current_device() if index is None else index
         pointer = c_void_p()
         _native.check(_native.lib.twCommCreateGin(byref(pointer), *_native.fit_place(rank, nranks), byref(config)))

@@ -37,6 +37,7 @@ def connect(
     capacity: str | int | None = None,
     ranks_per_host: int | None = None,
     provider: str | None = None,
+    crossing: str | None = None,
 ) -> Comm:
     """Connects this process with its peers, however it was started. Collective.
 
@@ -69,7 +70,7 @@ def connect(
     docs/BACKENDS.md is the guide.
 
     Equal on all ranks: ranks_per_host, of "fabric" and "gin" alone, and provider, of "fabric" alone, as in
-    `Comm.fabric`.
+    `Comm.fabric`; crossing, of "gin" alone, as in `Comm.gin`.
 
     Of "torch" alone, equal on all ranks: strategy: "routed" (ranks tell each other sizes, then send rows where they
     belong), "gathered" (all tokens to all ranks) or "auto" (the default: by what was measured when the first group was
@@ -79,7 +80,7 @@ def connect(
     allows: "fixed".
     """
     distributed = sys.modules.get("torch.distributed")
-    fabric = {"ranks_per_host": ranks_per_host, "provider": provider}
+    fabric = {"ranks_per_host": ranks_per_host, "provider": provider, "crossing": crossing}
     wish = _Wish(device, backend, {"strategy": strategy, "capacity": capacity}, fabric, timeout)
     given = process_group, rank, nranks, store, allgather, nccl_comm
     if any(x is not None for x in given) or (
@@ -141,6 +142,8 @@ class _Wish:
             raise InvalidArgument(
                 "provider is given, which is for backend 'fabric' alone: NCCL finds the network of 'gin'"
             )
+        if "crossing" in self.fabric and backend == "fabric":
+            raise InvalidArgument("crossing is given, which is for backend 'gin' alone: 'fabric' goes by the step")
         if self.portable and backend in ("shm", "fabric", "nvlink", "gin"):
             raise InvalidArgument(
                 f"{' and '.join(self.portable)} is given, and backend {backend!r} has no choice: its ranks write where "

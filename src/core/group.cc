@@ -17,6 +17,7 @@
 #include "core/steps.h"
 #include "exchange/notes.h"
 #include "layout/hosts_map.h"
+#include "layout/inbox_map.h"
 #include "layout/posts_map.h"
 
 namespace {
@@ -189,6 +190,9 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   if (comm.posts()) {
     const uint64_t loads = there > 0 ? 0 : config.map.room().loads;  // which do not grow
     needed += PostsMap::make(config.map, loads).bytes();
+    if (comm.hosts->crossing != Crossing::kPerRank) {
+      needed += InboxMap::make(comm.hosts->topology(members), config.map).bytes();
+    }
   } else if (comm.hosts != nullptr) {
     const Topology topology = comm.hosts->topology(members);
     const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();

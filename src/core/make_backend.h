@@ -67,5 +67,8 @@ Status network_version(std::string* version);
 // Connects a network of these ranks' devices, and ends it again: whether a group will have one. Collective; uses the
 // tags from `tag` to `tag + 3`, and fails on all ranks alike. twUnsupported: there is none here.
 Status try_network(Bootstrap& bootstrap, std::span<const int> members, uint64_t tag, TimePoint deadline, int device);
+// Tells whether a device sees what a network writes to others of its host as soon as that is announced there, by the
+// platform's word.
+Status sees_network_writes(int device, bool* sees);
 
 }  // namespace tw

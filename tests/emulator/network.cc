@@ -56,6 +56,22 @@ Status network_version(std::string*) { return fail(twUnsupported, "emulated devi
 }  // namespace tw
 
 namespace tw::emulator {
+namespace {
+
+constexpr int kHeld = 16;  // the first ranks
+std::atomic<bool> held[kHeld][kHeld];
+std::atomic<bool> lost;
+
+}  // namespace
+
+bool is_held(int source, int peer) { return source < kHeld && peer < kHeld && held[source][peer].load(); }
+bool loses_puts() { return lost.load(); }
+
+extern "C" __attribute__((visibility("default"))) void tokenway_emulated_hold(int source, int peer, int hold) {
+  held[source][peer] = hold != 0;
+}
+extern "C" __attribute__((visibility("default"))) void tokenway_emulated_lose_puts(int lose) { lost = lose != 0; }
+
 // Gives what was posted since it was last asked: [ranks, ranks, kPostKinds], by source and peer.
 extern "C" __attribute__((visibility("default"))) void tokenway_posts(int ranks, uint64_t* found) {
   gin::post_counts().take(ranks, found);

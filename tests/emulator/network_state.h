@@ -13,4 +13,8 @@ struct NetworkState {
   bool counts_alone = false;  // large puts (tests/gin/counts.h)
 };
 
+// What tests have the network do: have no room for what a source posts to a peer, or lose all puts and no word.
+bool is_held(int source, int peer);
+bool loses_puts();
+
 }  // namespace tw::emulator

@@ -43,6 +43,7 @@ auto max(A a, B b) {
 }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(x)) + 1; }
+inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(static_cast<uint64_t>(x)) + 1; }
 inline int __clz(int x) { return std::countl_zero(static_cast<uint32_t>(x)); }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);

@@ -1,12 +1,15 @@
-"""Mutations of what kernels post between hosts (src/cuda/transport/posted.cc, src/cuda/step/post.cu)."""
+"""Mutations of what kernels post between hosts (src/cuda/transport/posted.cc, src/cuda/step/post.cu, pull.cu)."""
 
 from mutation import Edit, Mutation
 
 POST = "src/cuda/step/post.cu"
+PULL = "src/cuda/step/pull.cu"
+PLACES = "src/cuda/step/posted.cuh"
 POSTED = "src/cuda/transport/posted.cc"
 
-TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, signal);\n"
-REGIONS = "  for (int i = 0; i < p.count; ++i) {\n"
+TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, pack(told));\n"
+REGIONS = "  for (int i = 0; i < p.count; ++i) {\n    const PostRegion& region = p.regions[i];\n    if (message"
+MESSAGE = "    put_message(p, bank, message, told);\n"
 NOTE = """  net_put(net, channel, rank, beyond(to, kNoteOffset), beyond(signals.from, here + kNoteOffset),
           kRowsOffset + sizeof(uint64_t) - kNoteOffset);
 """
@@ -37,7 +40,7 @@ POSTS = (
         "T3",
         "exchange",
         "test_sizes_change",
-        Edit(POST, "  way.here += region.bank_here * static_cast<uint32_t>(bank);\n", ""),
+        Edit(PLACES, "region.bank_here * static_cast<uint64_t>(bank) + ", ""),
     ),
     _posts(
         "a step that is none is waited for",
@@ -70,6 +73,50 @@ POSTS = (
             "    tell(g, p.net, p.signals, p.channel, rank, signal);\n",
             "",
         ),
+    ),
+    _posts(
+        "a message behind its word",
+        "T5",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(POST, MESSAGE, ""),
+        Edit(
+            POST,
+            f"{TOLD}    return;\n",
+            f"{TOLD}    if (threadIdx.x == 0 && message >= 0) {{\n{MESSAGE}    }}\n    return;\n",
+        ),
+    ),
+    _posts(
+        "a message whose keeper is not waited for",
+        "T5",
+        "crossing",
+        "test_puts_to_one_rank_that_come_late",
+        Edit(PULL, "reached(unpack(signal).step, step.low())", "signal != ~0ull"),
+    ),
+    _posts(
+        "rows of a message by another rank's list",
+        "S10",
+        "crossing",
+        "test_puts_to_one_rank_that_come_late",
+        Edit(PULL, "p.once.ranks[g.me].rail", "0"),
+    ),
+    _posts(
+        "a row in a message for each rank",
+        "S9",
+        "posts",
+        "test_rows_alone_are_posted",
+        Edit(
+            PULL,
+            "way.route.message == message; });",
+            "way.to.rank == token.from(lead, token.ways[0].to.rank, token.ways[1].to.rank); });",
+        ),
+    ),
+    _posts(
+        "trials of a network are not looked at",
+        "T5",
+        "crossing",
+        "test_a_network_whose_writes",
+        Edit(PULL, "__syncthreads_or(wrong) != 0 && threadIdx.x == 0", "__syncthreads_or(wrong) < 0"),
     ),
     _posts(
         "rows that arrive elsewhere are posted into the window",

@@ -1,11 +1,13 @@
 """The harness's backends for devices of several hosts: kernels put rows to other hosts by NCCL's device API (GIN) or,
 on emulated devices, into the engine between hosts. Hosts as in fabric_backend.
 
-Where there is no NIC, NCCL needs a network of its own for tests: tests/gin.
+Where there is no NIC, NCCL needs a network of its own for tests: tests/gin. TOKENWAY_TEST_CROSSING says how rows of a
+dispatch cross (Comm.gin); they are few here, so that by themselves they would go to each rank.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from device_backend import COMM_TIMEOUT, Cuda
@@ -15,6 +17,8 @@ from fabric_backend import ByAllgather, ranks_per_host
 import tokenway as tw
 from tokenway import cuda
 from tokenway.balance import copies, messages
+
+CROSSING = "TOKENWAY_TEST_CROSSING"
 
 
 def made_of(base: Any, named: str) -> Any:
@@ -37,7 +41,15 @@ def made_of(base: Any, named: str) -> Any:
                 cuda.Cuda, copies.DeviceCopies, messages.DeviceMemory = Place, copies.HostCopies, messages.HostMemory
             device = rank % cls.device_count()
             each = ranks_per_host() or None
-            return tw.Comm.gin(rank, nranks, allgather, device=device, ranks_per_host=each, timeout=COMM_TIMEOUT)
+            return tw.Comm.gin(
+                rank,
+                nranks,
+                allgather,
+                device=device,
+                ranks_per_host=each,
+                crossing=os.environ.get(CROSSING, "per_host") or None,
+                timeout=COMM_TIMEOUT,
+            )
 
     return Gin
 

@@ -65,6 +65,7 @@ ENUMS = {
     "twStrategy_t": ("tw", portable.STRATEGIES),
     "twLinks_t": ("twLinks", {name.capitalize(): code for name, code in _header.LINKS.items()}),
     "twHandles_t": ("twHandles", {name.capitalize(): code for name, code in _header.HANDLES.items()}),
+    "twCrossing_t": ("twCross", _header.CROSSINGS),
     "twDomain_t": ("twDomain", {name.capitalize(): code for name, code in _header.DOMAINS.items()}),
     "twPartKind_t": ("twPart", {kind: code for code, kind in enumerate(sentences.KINDS)}),
     "twMoveKind_t": ("twMove", {"blocks": portable.BLOCKS, "exact": portable.EXACT, "gather": portable.GATHER}),

@@ -1,8 +1,8 @@
 """What kernels post to ranks of other hosts, counted by the network beneath them, is what planning.posts says, exactly.
 
 The network is the emulated one (tests/emulator/network.cc) or, on GPUs, that which tests/gin/plugin.cc gives NCCL.
-Every row goes to each of its ranks once, and nothing else does but what a rank is told of a step: its note and, last,
-one word. Nothing is posted to ranks of the same host.
+Every row goes to each of its ranks once, or to each of their hosts, with a list for each of its ranks; and nothing else
+does but what a rank is told of a step: its note and, last, one word. Nothing is posted to ranks of the same host.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from fabric_backend import ranks_per_host
+from gin_backend import CROSSING
 from harness import Env, attempt, caught, settle
 
 import tokenway as tw
@@ -29,6 +31,15 @@ ROW, SCALES, PARTIAL = 2 * HIDDEN, 3 * 4, 4 * HIDDEN  # bytes: bfloat16 there, f
 SILENT = 4  # a rank whose tokens go to no expert
 REFUSES = 2  # a rank whose second dispatch is refused
 NETWORKS = {"emulated-gin": lambda: _native.lib, "gin": lambda: ctypes.CDLL(os.environ["NCCL_RMA_PLUGIN"])}
+
+
+@pytest.fixture(params=["per_rank", "per_host"])
+def crossing(request: pytest.FixtureRequest, world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How rows of a dispatch or gather cross, in comms of this test."""
+    monkeypatch.setenv(CROSSING, request.param)
+    world(RANKS).forget()
+    yield request.param
+    world(RANKS).forget()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +79,17 @@ def rows_between(turn: int) -> np.ndarray:
     """[source, peer]: rows that a rank sends to another, itself included."""
     layer = Layer(EXPERTS, TOP_K, RANKS, 1)
     return np.stack([counts(ids_of(rank, turn), layer)[0] for rank in range(RANKS)])
+
+
+def rows_to_hosts(turn: int) -> np.ndarray:
+    """[source, host]: rows that a rank sends to any of a host's ranks."""
+    homes = np.array(hosts())[np.arange(EXPERTS) * RANKS // EXPERTS]
+    return np.array(
+        [
+            [sum(host in homes[row[row >= 0]] for row in ids_of(rank, turn)) for host in range(max(hosts()) + 1)]
+            for rank in range(RANKS)
+        ]
+    )
 
 
 def hosts() -> list[int]:
@@ -127,8 +149,13 @@ def end(env: Any) -> None:
     env.kept.pop("posts")[0].close()
 
 
-def dispatched(rows: np.ndarray) -> np.ndarray:
-    return planned(posts.dispatch(rows, hosts(), (ROW, SCALES), TOP_K))
+def dispatched(rows: np.ndarray, turn: int, crossing: str) -> np.ndarray:
+    """rows: of that turn, 0 of who refuses."""
+    if crossing == "per_rank":
+        return planned(posts.dispatch(rows, hosts(), (ROW, SCALES), TOP_K))
+    to_hosts = rows_to_hosts(turn) * (rows.sum(axis=1, keepdims=True) > 0)
+    tokens = np.array([tokens_of(rank, turn) for rank in range(RANKS)])
+    return planned(posts.dispatch_once(rows, to_hosts, tokens, hosts(), (ROW, SCALES), TOP_K))
 
 
 def combined(rows: np.ndarray) -> np.ndarray:
@@ -139,16 +166,16 @@ def check(found: np.ndarray, wanted: np.ndarray, what: Any) -> None:
     assert found.tolist() == wanted.tolist(), what
 
 
-def check_dispatch(found: np.ndarray, rows: np.ndarray, what: Any) -> bool:
+def check_dispatch(found: np.ndarray, rows: np.ndarray, turn: int, crossing: str, what: Any = "") -> bool:
     """Whether a step was left out, which is told to all: where a dispatch would have the other bank than its view."""
-    more = found - dispatched(rows)
+    more = found - dispatched(rows, turn, crossing)
     left_out = bool(more.any())
-    check(more, left_out * planned(posts.nothing(hosts())), what)
+    check(more, left_out * planned(posts.nothing(hosts())), ("dispatch", turn, what))
     return left_out
 
 
 @pytest.mark.parametrize("kind", ["threads"])
-def test_rows_alone_are_posted(world: Any, backend: str) -> None:
+def test_rows_alone_are_posted(world: Any, backend: str, crossing: str) -> None:
     ranks = world(RANKS)
     routings = [rows_between(turn) for turn in range(4)]
     assert (routings[0] == 0).any() and routings[0].max() > 1 and not any(each[SILENT].any() for each in routings)
@@ -161,7 +188,7 @@ def test_rows_alone_are_posted(world: Any, backend: str) -> None:
         ranks.run(route, turn)
         for again in range(1 + turn % 2):
             ranks.run(dispatch)
-            check_dispatch(posted(backend), rows, ("dispatch", turn, again))
+            check_dispatch(posted(backend), rows, turn, crossing, again)
         ranks.run(combine)
         check(posted(backend), combined(rows), ("combine", turn))
     results = ranks.run(refuse)
@@ -169,13 +196,13 @@ def test_rows_alone_are_posted(world: Any, backend: str) -> None:
     refused = rows.copy()
     refused[REFUSES] = 0  # it tells of its step, and sends nothing
     assert rows[REFUSES].any()
-    check_dispatch(posted(backend), refused, "refused")
+    check_dispatch(posted(backend), refused, turn, crossing, "refused")
     ranks.run(end)
     assert not posted(backend).any()
 
 
 @pytest.mark.parametrize("kind", ["threads"])
-def test_counts_and_the_rows_that_they_tell_of(world: Any, backend: str) -> None:
+def test_counts_and_the_rows_that_they_tell_of(world: Any, backend: str, crossing: str) -> None:
     """An exact layout: counts go to all, and rows to where they arrive, before they are put together."""
     ranks = world(RANKS)
     ranks.run(begin, "high_throughput")
@@ -188,10 +215,32 @@ def test_counts_and_the_rows_that_they_tell_of(world: Any, backend: str) -> None
         check(posted(backend), planned(posts.counts(hosts(), EXPERTS // RANKS)), ("counts", turn))
         for again in range(1 + turn % 2):
             ranks.run(dispatch)
-            left_out.append(check_dispatch(posted(backend), rows, ("dispatch", turn, again)))
+            left_out.append(check_dispatch(posted(backend), rows, turn, crossing, again))
         ranks.run(combine)
         check(posted(backend), combined(rows), ("combine", turn))
     assert any(left_out)
+    ranks.run(end)
+
+
+def gather(env: Any) -> bool:
+    """Whether this rank has the rows of all."""
+    group, _ = env.kept["posts"]
+    each = [np.full((tokens, HIDDEN), 16 * rank + np.arange(tokens)[:, None]) for rank, tokens in enumerate(TOKENS)]
+    mine = env.backend.tensor(each[env.rank].astype(tw.tensors.numpy_dtype("bfloat16")))
+    rows = np.asarray(env.backend.array(group.all_gatherv(mine, list(TOKENS)).rows), np.float32)
+    return bool((rows == np.concatenate(each)).all())
+
+
+@pytest.mark.parametrize("kind", ["threads"])
+def test_a_gather(world: Any, backend: str, crossing: str) -> None:
+    """All rows go to all ranks, so to a host once where its ranks copy them from the one that keeps them."""
+    ranks = world(RANKS)
+    wanted = planned(posts.gather(np.array(TOKENS), hosts(), (ROW,), crossing == "per_host"))
+    ranks.run(begin, "low_latency")
+    posted(backend)
+    for step in range(3):
+        assert all(ranks.run(gather)), step
+        check(posted(backend), wanted, step)
     ranks.run(end)
 
 

@@ -71,9 +71,19 @@ __device__ inline Vec16 load_fresh<Vec16>(const void* from) {
 // accesses that all three allow.
 template <class V>
 __device__ inline void copy_as(const std::byte* from, std::byte* to, uint64_t bytes, uint64_t first, uint64_t step) {
-  for (uint64_t i = first; i < bytes / sizeof(V); i += step) {
-    put_data(reinterpret_cast<V*>(to) + i, load_fresh<V>(from + i * sizeof(V)));
+  constexpr int kAtOnce = 4;  // on their way: with one, 8 SMs put the rows of an exact layout together at 20 GB/s
+  const uint64_t count = bytes / sizeof(V);
+  uint64_t i = first;
+#pragma unroll 1
+  for (; i + (kAtOnce - 1) * step < count; i += kAtOnce * step) {
+    V values[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) values[k] = load_fresh<V>(from + (i + k * step) * sizeof(V));
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) put_data(reinterpret_cast<V*>(to) + i + k * step, values[k]);
   }
+#pragma unroll 1
+  for (; i < count; i += step) put_data(reinterpret_cast<V*>(to) + i, load_fresh<V>(from + i * sizeof(V)));
 }
 __device__ inline void copy_bytes(const std::byte* from, std::byte* to, uint64_t bytes, uint64_t first, uint64_t step) {
   const uint64_t all = bytes | reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);

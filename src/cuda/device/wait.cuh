@@ -344,17 +344,21 @@ __device__ __noinline__ static Source await_source(const GroupView& g, Step step
   return source;
 }
 
-// Waits for the Simple rows of a source, where its signal says that there are some before its packets (S4).
-__device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
-  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank) + kRowsOffset;
-  Patience patience(g);
-  // One thread looks, so that each look may acquire: one more look, at the signal when it is there, would take 0.7 us.
+// Waits until a word says what is_there wants of it; by one thread, so that each look may acquire.
+template <class IsThere>
+__device__ inline twResult_t await_word(const GroupView& g, Patience patience, const std::byte* word,
+                                        IsThere&& is_there) {
 #pragma unroll 1
-  while (load_acquire(place) != step.number) {
-    bool late = false;
+  for (bool late = false; !is_there(load_acquire(word));) {
     if (patience.over(&late)) return g.no_wait ? twSuccess : late ? twTimeout : twPeerAborted;
   }
   return twSuccess;
+}
+// Waits for the Simple rows of a source, where its signal says that there are some before its packets (S4): one more
+// look, at the signal when it is there, would take 0.7 us.
+__device__ __noinline__ static twResult_t await_rows(const GroupView& g, Step step, int rank) {
+  const std::byte* const place = window_of(g, g.me) + g.map.signal(step.channel, step.bank(), rank) + kRowsOffset;
+  return await_word(g, Patience(g), place, [&](uint64_t word) { return word == step.number; });
 }
 
 // Makes known what is wrong with a source, if anything is; by one warp of a kernel.

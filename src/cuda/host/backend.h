@@ -217,12 +217,12 @@ class NvlinkBackend : public Backend {
   Blocks dispatched(const WindowMap& map, int channel, int32_t bound) const;
   static Blocks combined(const WindowMap& map, int32_t bound, bool values);
   Blocks counted() const;
-  Blocks collected(const CollectiveMap& places) const;
+  Blocks collected(const CollectiveMap& places, bool gathers) const;
   Blocks shared(const CollectiveMap& places) const;
   template <class Run>
   Status send_staged(const MovedStep& step, const Blocks& blocks, bool send_only, Run&& run);
   template <class Run>
-  Status arrive(const MovedStep& step, bool at_once, Run&& run);
+  Status arrive(const MovedStep& step, const Blocks& blocks, bool at_once, Run&& run);
   Status land_rows(const DispatchCall& call, HandleArrays& handle);
   bool over_carrier() const { return staged_ != nullptr && staged_->over_carrier(); }
   int bank_of(StepPlace at) const { return over_carrier() ? at.bank() : -1; }

@@ -46,4 +46,12 @@ Status try_network(Bootstrap& bootstrap, std::span<const int> members, uint64_t 
   return cuda::connect_network(init, {&bootstrap, members, tag, deadline}, 1, &network);
 }
 
+// Writes of GPUDirect RDMA may be in order for the device that they go to, or for all.
+Status sees_network_writes(int device, bool* sees) {
+  int order = 0;
+  TW_CUDA(cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, device));
+  *sees = order >= cudaGPUDirectRDMAWritesOrderingAllDevices;
+  return {};
+}
+
 }  // namespace tw

@@ -58,7 +58,7 @@ Status NvlinkBackend::keep_sharing_pace(const SharingCall& call) {
   remember(call.stream);
   const MovedStep step{call.at, twPhaseGather, call.stream, true, false, 0};
   TW_RETURN_IF_FAILED(staged_->start(view_, step, shared(call.places), true));
-  return staged_->join(view_, step);
+  return staged_->join(view_, step, {});
 }
 
 Status NvlinkBackend::run_digest(HandleArrays& handle, bool capturing, void* stream) {

@@ -29,7 +29,7 @@ Blocks NvlinkBackend::dispatched(const WindowMap& map, int channel, int32_t boun
   const auto rows = static_cast<uint64_t>(bound);
   for (int q = 0; q < map.shape().payloads; ++q) {
     const uint64_t row = map.shape().payload_bytes[q];
-    blocks.regions.push_back({map.payload_begin(q), rows * row, row});
+    blocks.regions.push_back({map.payload_begin(q), rows * row, row, true});
   }
   const uint64_t meta = meta_bytes(map.shape().top_k);
   blocks.regions.push_back({map.meta_begin(), rows * meta, meta});
@@ -53,18 +53,19 @@ Blocks NvlinkBackend::combined(const WindowMap& map, int32_t bound, bool values)
 
 Blocks NvlinkBackend::counted() const { return {{{0, WindowMap::counts_bytes(shape())}}}; }
 
-Blocks NvlinkBackend::collected(const CollectiveMap& places) const {
+Blocks NvlinkBackend::collected(const CollectiveMap& places, bool gathers) const {
   Blocks blocks;
   for (int q = 0; q < places.tensors; ++q) {
     const uint64_t row = places.row_bytes[q];
-    blocks.regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * row, row});
+    blocks.regions.push_back({places.begin[q], static_cast<uint64_t>(places.bound) * row, row, gathers});
   }
+  blocks.all = gathers;
   return blocks;
 }
 
 // Sums go to the ranks of the set alone, and their signals tell of no rows (exchange/token_replicas.h).
 Blocks NvlinkBackend::shared(const CollectiveMap& places) const {
-  Blocks blocks = collected(places);
+  Blocks blocks = collected(places, false);
   for (Region& region : blocks.regions) region.row = 0;
   blocks.first = context_.replicas.first;
   blocks.ranks = context_.replicas.size;
@@ -95,16 +96,16 @@ Status NvlinkBackend::send_staged(const MovedStep& step, const Blocks& blocks, b
   const bool alone = !started.ok() && !in_trouble();
   if (was_interrupted()) return fail(twInterrupted, "interrupted in a step whose blocks are moved");
   if (alone) return started;
-  return send_only ? Status{} : arrive(step, true, run);
+  return send_only ? Status{} : arrive(step, blocks, true, run);
 }
 template <class Run>
-Status NvlinkBackend::arrive(const MovedStep& step, bool at_once, Run&& run) {
+Status NvlinkBackend::arrive(const MovedStep& step, const Blocks& blocks, bool at_once, Run&& run) {
   const OnDevice on(device_);
   const GroupView view = view_at(step.at, context_.map, true);
   if (!at_once && over_carrier()) {
     TW_RETURN_IF_FAILED(launched("a wait", launch_await({view, step.at.channel}, step.stream)));
   }
-  if (!staged_->join(view, step).ok() && is_interrupted_now()) {
+  if (!staged_->join(view, step, blocks).ok() && is_interrupted_now()) {
     return fail(twInterrupted, "interrupted in a step that a carrier moves");
   }
   return run(false, true);
@@ -148,13 +149,19 @@ Status NvlinkBackend::make(const Call& call, twPhase_t phase, bool sends, MakeBl
   if (staged_ == nullptr) return run(sends, !sends || !call.send_only);
   const int grid = limited(budget_, call.sm_limit).max_grid;
   const MovedStep step{call.at, phase, call.stream, has_bank(call), waits(call), grid};
-  if (!sends) return arrive(step, false, run);
+  if (!sends) return arrive(step, blocks(), false, run);
   return send_staged(step, blocks(), call.send_only, run);
 }
 
 Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, twPhaseDispatch, sends, [&] { return dispatched(call.rows.map, call.at.channel, call.bound); },
+      call, twPhaseDispatch, sends,
+      [&] {
+        Blocks blocks = dispatched(call.rows.map, call.at.channel, call.bound);
+        const HandleView view = view_of(handle, call.rows.map.shape());
+        blocks.sent = {handle.routing.tokens, call.rows.map.shape().fan_out(), view.fan, view.destinations};
+        return blocks;
+      },
       [&](bool send, bool receive) -> Status {
         if (staged_ != nullptr && receive) TW_RETURN_IF_FAILED(land_rows(call, handle));
         return run_dispatch(call, handle, send, receive);
@@ -179,7 +186,7 @@ Status NvlinkBackend::make_counts(const CountsCall& call, HandleArrays& handle, 
 
 Status NvlinkBackend::make_collective(const CollectiveCall& call, bool sends) {
   return make(
-      call, call.reduces ? twPhaseReduce : twPhaseGather, sends, [&] { return collected(call.places); },
+      call, call.reduces ? twPhaseReduce : twPhaseGather, sends, [&] { return collected(call.places, !call.reduces); },
       [&](bool send, bool receive) { return run_collective(call, send, receive); });
 }
 
@@ -209,12 +216,13 @@ Status NvlinkBackend::keep_pace(StepPlace at, int32_t bound, const CombineRows& 
   remember(stream);
   const MovedStep step{at, twPhaseCombine, stream, true, false, 0};
   TW_RETURN_IF_FAILED(staged_->start(view_, step, combined(sent.map, bound, sent.values), true));
-  return staged_->join(view_, step);
+  return staged_->join(view_, step, {});
 }
 
 Status NvlinkBackend::abandon(StepPlace at, const Refusal& sent) {
   const auto run = [&](bool, bool) { return run_refusal(at, sent, false, true); };
-  return staged_ != nullptr ? arrive({at, sent.phase, sent.stream, sent.views, true, 1}, false, run) : run(false, true);
+  if (staged_ == nullptr) return run(false, true);
+  return arrive({at, sent.phase, sent.stream, sent.views, true, 1}, {}, false, run);
 }
 
 // Over a carrier the peers' moves are made with the refusal, or they would not end. What is posted are signals alone.
@@ -225,7 +233,8 @@ Status NvlinkBackend::send_refusal(StepPlace at, const Refusal& refusal) {
   if (refusal.phase == twPhaseDispatch) blocks = dispatched(refusal.map, at.channel, bound);
   if (refusal.phase == twPhaseCombine) blocks = combined(refusal.map, bound, refusal.values);
   if (refusal.phase == twPhaseCounts) blocks = counted();
-  if (refusal.phase == twPhaseGather || refusal.phase == twPhaseReduce) blocks = collected(refusal.places);
+  const bool gathers = refusal.phase == twPhaseGather;
+  if (gathers || refusal.phase == twPhaseReduce) blocks = collected(refusal.places, gathers);
   return send_staged({at, refusal.phase, refusal.stream, refusal.views, true, 1}, blocks, false,
                      [&](bool send, bool receive) { return run_refusal(at, refusal, send, receive); });
 }

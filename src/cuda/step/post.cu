@@ -9,10 +9,10 @@
 // a rank), T2 and S2 (a step that is left out is told to all, and waited for).
 #include <cuda_runtime.h>
 
-#include "cuda/device/wait.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
 #include "cuda/launch/posts.h"
+#include "cuda/step/posted.cuh"
 #include "cuda/transport/net.cuh"
 
 namespace tw::cuda {
@@ -20,8 +20,6 @@ namespace {
 
 constexpr int kPostThreads = 512;
 constexpr int kPaceThreads = 256;
-
-__device__ NetPlace beyond(const NetPlace& place, uint64_t bytes) { return {place.memory, place.offset + bytes}; }
 
 // Tells a rank of a step: its note and rows signal, which lie behind the signal's own place, and then the
 // signal. By one thread, which has ordered the rows before.
@@ -47,27 +45,32 @@ __device__ void tell(const GroupView& g, const NetView& net, const PostSignals& 
   told = signal;
 }
 
-// Whether rows come with a signal, and not only word that there are none.
-__device__ bool brings(Mode mode) { return mode != Mode::kRefused && mode != Mode::kSkip && mode != Mode::kNone; }
-
-// Whether the kernel before has made the step, which this rank's outgoing signal for a rank then tells. Behind an
-// error, or a dispatch that failed, it has made none, as on all ranks.
-__device__ bool is_made(const Signal& told, uint64_t number) {
-  return told.step == static_cast<uint32_t>(number) && told.mode != Mode::kNone;
-}
-
-// Where a region's block for a rank is, and where it goes: bytes beyond `from` and `to`.
-struct Way {
-  uint64_t here;
-  uint64_t there;
-};
-__device__ Way way_of(const PostParams& p, const PostRegion& region, int rank, int bank, bool by_dispatch) {
-  Way way{region.block * static_cast<uint64_t>(rank), region.block * static_cast<uint64_t>(p.group.me)};
-  // There load statistics are in the banks of their dispatch, of which the kernel before has told.
-  const auto told = by_dispatch ? load_fresh<uint32_t>(&p.group.loads.numbers[p.channel].told) : 0;
-  way.here += region.bank_here * static_cast<uint32_t>(bank);
-  way.there += region.bank_there * (by_dispatch ? told % WindowMap::kLoadsBanks : static_cast<uint32_t>(bank));
-  return way;
+// Puts a message to another host, to the rank that keeps it there, before that one's signal; by one thread. `told`:
+// what that signal says.
+__device__ void put_message(const PostParams& p, int bank, int message, const Signal& told) {
+  const HostRows& once = p.once;
+  const auto rows = static_cast<uint64_t>(once.all != 0 ? told.n : load_fresh<uint32_t>(&once.rows[message]));
+  if (rows == 0) return;
+  const MessageRoute& route = once.messages[message];
+  const uint64_t here = once.bank_here * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(message);
+  const uint64_t there =
+      once.bank_there * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(route.list);
+  const auto put = [&](uint64_t at, const NetPlace& from, uint64_t bytes) {
+    net_put(p.net, p.channel, route.peer, beyond(once.to, there + at), from, bytes);
+  };
+  if (once.all == 0) {
+    once.rows[message] = 0;  // for the next step's kernel
+    const auto listed = static_cast<uint64_t>(route.ranks) * static_cast<uint64_t>(p.sent.tokens);
+    put(0, beyond(once.from, here), InboxMap::kHead + sizeof(uint32_t) * listed);
+  }
+  for (int i = 0; i < p.count; ++i) {
+    const PostRegion& region = p.regions[i];
+    if (region.in_message == 0) continue;
+    put(region.in_message,
+        once.all != 0 ? beyond(region.from, block_here(region, bank, route.peer))
+                      : beyond(once.from, here + region.in_message),
+        region.row * rows);
+  }
 }
 
 // A block or several for each rank. Blocks that have nothing to do for it end at once.
@@ -79,26 +82,34 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
   if (!near && part != 0) return;
   const uint64_t number = next_step(g, p.channel);
   const auto bank = static_cast<int>(number & 1);
-  const uint64_t signal = load_word(p.signals.at + g.posts * bank + kSignalStride * static_cast<uint64_t>(rank));
-  const Signal told = unpack(signal);
+  const Signal told = told_of(p, bank, rank);
   if (__syncthreads_or(is_sticky(g) || !is_made(told, number)) != 0) return;
   const bool served = rank >= p.first && rank < p.first + p.ranks;
+  const int message = p.once.ranks != nullptr ? p.once.ranks[rank].message : -1;
+  if (message >= 0 && brings(told.mode) && p.once.messages[message].peer == rank && threadIdx.x == 0) {
+    put_message(p, bank, message, told);
+  }
   for (int i = 0; i < p.count; ++i) {
     const PostRegion& region = p.regions[i];
+    if (message >= 0 && region.in_message != 0) continue;
     const bool counts = i == p.loads;  // told by those that refuse too
     const uint64_t bytes = region.row != 0 ? min(region.row * told.n, region.block) : region.block;
     if (bytes == 0 || (!counts && (!served || !brings(told.mode)))) continue;
-    const Way way = way_of(p, region, rank, bank, counts);
+    const uint64_t here = block_here(region, bank, rank);
+    // There load statistics are in the banks of their dispatch, of which the kernel before has told.
+    const auto of_dispatch = counts ? load_fresh<uint32_t>(&g.loads.numbers[p.channel].told) : 0;
+    const uint64_t there =
+        block_there(region, counts ? static_cast<int>(of_dispatch % WindowMap::kLoadsBanks) : bank, g.me);
     if (near) {
-      std::byte* const to = region.near.begins[rank] + region.near.offset + way.there;
-      copy_bytes(region.at + way.here, to, bytes, static_cast<uint64_t>(part) * kPostThreads + threadIdx.x,
+      std::byte* const to = region.near.begins[rank] + region.near.offset + there;
+      copy_bytes(region.at + here, to, bytes, static_cast<uint64_t>(part) * kPostThreads + threadIdx.x,
                  static_cast<uint64_t>(p.parts) * kPostThreads);
     } else if (threadIdx.x == 0) {
-      net_put(p.net, p.channel, rank, beyond(region.to, way.there), beyond(region.from, way.here), bytes);
+      net_put(p.net, p.channel, rank, beyond(region.to, there), beyond(region.from, here), bytes);
     }
   }
   if (!near) {
-    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, signal);
+    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, pack(told));
     return;
   }
   __syncthreads();
@@ -106,7 +117,7 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
   fence_system();
   if (arrive(&p.arrived[rank]) != static_cast<uint32_t>(p.parts) - 1) return;
   p.arrived[rank] = 0;
-  tell(g, p.net, p.signals, p.channel, rank, signal);
+  tell(g, p.net, p.signals, p.channel, rank, pack(told));
 }
 
 // Leaves a step out where the one that comes would have the other bank than the caller's view (device/wait.cuh,

@@ -13,6 +13,7 @@
 #include "cuda/device/wait.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
+#include "cuda/launch/posts.h"
 #include "cuda/launch/steps.h"
 
 namespace tw::cuda {
@@ -153,6 +154,7 @@ int load_kernels(const Shape& shape) {
     if (const int error = load(shape); error != 0) return error;
   }
   if (const int error = load_posts(); error != 0) return error;
+  if (const int error = load_pulls(); error != 0) return error;
   return load_land();
 }
 

@@ -121,7 +121,7 @@ Status CarrierTransport::start(const GroupView& view, const MovedStep& step, con
   return fail(twSystemError, "the carrier could not begin to move a step's blocks");
 }
 
-Status CarrierTransport::join(const GroupView&, const MovedStep& step) {
+Status CarrierTransport::join(const GroupView&, const MovedStep& step, const Blocks&) {
   if (carrier_channel_ < 0) return {};
   if (calls_.join(calls_.context, carrier_channel_, step.at.channel, step.stream) == 0) return {};
   return fail(twSystemError, "the carrier could not move a step's blocks");

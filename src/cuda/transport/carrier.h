@@ -27,7 +27,7 @@ class CarrierTransport final : public StagedTransport {
 
   Status begin(const GroupView&, const MovedStep&) override { return {}; }
   Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
-  Status join(const GroupView& view, const MovedStep& step) override;
+  Status join(const GroupView& view, const MovedStep& step, const Blocks& blocks) override;
   bool over_carrier() const override { return true; }
   // *grown becomes a map of room apart from the window.
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;

@@ -9,34 +9,31 @@
 #include "cuda/transport/posted.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "cuda/launch/posts.h"
+#include "cuda/transport/tables.h"
 
 namespace tw::cuda {
 namespace {
 
-// Meetings, as offsets from a tag. The first two are among the ranks of a host.
+// Meetings, as offsets from a tag. The first three are among the ranks of a host.
 enum PostedStage : uint64_t {
   kWindowStage,
   kArrivalsStage,
+  kInboxStage,
   kReadyStage,
   kNetworkStage,
   kAddWindowStage = kNetworkStage + 4,
   kAddOutStage = kAddWindowStage + 3,
   kAddArrivalsStage = kAddOutStage + 3,
-  kEndStage = kAddArrivalsStage + 3,
+  kAddInboxStage = kAddArrivalsStage + 3,
+  kGateStage = kAddInboxStage + 3,
+  kEndStage = kGateStage + 2,
 };
 static_assert(kEndStage <= PostedTransport::kTags);
 
 constexpr char kConnectingDevices[] = "connecting the devices of several hosts";
-
-template <class T>
-Status allocate(size_t count, T** made) {
-  void* memory = nullptr;
-  TW_CUDA(cudaMalloc(&memory, count * sizeof(T)));
-  *made = static_cast<T*>(memory);
-  return clear(static_cast<std::byte*>(memory), count * sizeof(T));
-}
 
 // Tells the others how this rank's part went, and finds out how many ranks are on its device: where hosts are made of
 // one for trials, ranks of several are.
@@ -61,8 +58,11 @@ Status meet_devices(const BackendInit& init, uint64_t tag, const Status& mine, i
 PostedTransport::PostedTransport(const BackendInit& init, const Topology& topology)
     : map_(init.context->map),
       posts_(PostsMap::make(map_, map_.room().loads)),
+      crossing_(init.hosts->crossing),
       device_(init.device),
-      topology_(topology) {}
+      topology_(topology) {
+  if (crossing_ != Crossing::kPerRank) inboxes_ = InboxMap::make(topology_, map_);
+}
 
 PostedTransport::~PostedTransport() {
   network_.reset();
@@ -87,11 +87,17 @@ Status PostedTransport::create(const BackendInit& init, uint64_t tag, DeviceWind
   TW_RETURN_IF_FAILED(posted->add(init, tag + kAddWindowStage, posted->window_, 0, map.bytes(), &number));
   posted->window_.number = number;
   posted->pieces_.push_back({0, map.bytes(), number});
-  TW_RETURN_IF_FAILED(
-      posted->add(init, tag + kAddOutStage, posted->out_, 0, posted->posts_.outgoing_bytes(), &posted->out_.number));
+  TW_RETURN_IF_FAILED(posted->add(init, tag + kAddOutStage, posted->out_, 0,
+                                  posted->posts_.outgoing_bytes() + posted->inboxes_.outgoing_bytes(),
+                                  &posted->out_.number));
   if (map.shape().exact()) {
     TW_RETURN_IF_FAILED(posted->add(init, tag + kAddArrivalsStage, posted->arrivals_, 0, posted->posts_.arrival_bytes(),
                                     &posted->arrivals_.number));
+  }
+  if (posted->inboxes_.message != 0) {
+    TW_RETURN_IF_FAILED(posted->add(init, tag + kAddInboxStage, posted->inbox_, 0, posted->inboxes_.inbox_bytes(),
+                                    &posted->inbox_.number));
+    TW_RETURN_IF_FAILED(posted->pass_gate(init, tag));
   }
   // Kernels find the own window alone by the group's tables: what is for others goes out by this transport.
   *windows = posted->window_.near;
@@ -109,15 +115,18 @@ Status PostedTransport::make(const BackendInit& init, uint64_t tag, const Status
   Status ready = mapped;
   if (posts_.told > INT32_MAX) ready = fail(twUnsupported, "load statistics of so many ranks and experts do not fit");
   if (ready.ok()) ready = tabulate(near, &window_);
-  if (ready.ok()) ready = make_outgoing(init, posts_.outgoing_bytes(), &out_);
+  if (ready.ok()) ready = make_outgoing(init, posts_.outgoing_bytes() + inboxes_.outgoing_bytes(), &out_);
   if (map_.shape().exact()) ready = share(near, tag + kArrivalsStage, ready, posts_.arrival_bytes(), &arrivals_);
+  if (inboxes_.message != 0) ready = share(near, tag + kInboxStage, ready, inboxes_.inbox_bytes(), &inbox_);
   TW_RETURN_IF_FAILED(std::move(ready));
   const auto ranks = static_cast<size_t>(map_.shape().ranks);
+  if (inboxes_.message != 0) {
+    TW_RETURN_IF_FAILED(routes_.make(topology_, init.context->me, map_.shape().channels));
+  }
   const auto channels = static_cast<size_t>(map_.shape().channels);
   TW_RETURN_IF_FAILED(allocate(channels * ranks, &arrived_));
-  TW_RETURN_IF_FAILED(allocate(2 * channels * ranks, &told_));
-  const std::vector<uint64_t> first(2 * channels * ranks, pack({init.context->first_step, Mode::kNone, 0}));
-  return fill(reinterpret_cast<std::byte*>(told_), first.data(), first.size() * sizeof first[0]);
+  const uint64_t first = pack({init.context->first_step, Mode::kNone, 0});
+  return upload(std::vector<uint64_t>(2 * channels * ranks, first), &told_);
 }
 
 Status PostedTransport::share(const Near& near, uint64_t tag, const Status& ready, uint64_t bytes, Memory* memory) {
@@ -144,9 +153,9 @@ Status PostedTransport::tabulate(const Near& near, Memory* memory) {
   for (size_t i = 0; i < near.ranks.size(); ++i) {
     begins[static_cast<size_t>(near.ranks[i])] = memory->near.by_rank[i]->data();
   }
-  TW_RETURN_IF_FAILED(allocate(begins.size(), &memory->table));
+  TW_RETURN_IF_FAILED(upload(begins, &memory->table));
   tables_.push_back(memory->table);
-  return fill(reinterpret_cast<std::byte*>(memory->table), begins.data(), begins.size() * sizeof begins[0]);
+  return {};
 }
 
 Status PostedTransport::add(const BackendInit& init, uint64_t tag, const Memory& memory, uint64_t begin, uint64_t bytes,
@@ -177,20 +186,25 @@ Status PostedTransport::prepare_growth(const BackendInit& init, WindowMap* grown
   next_map_ = *grown;
   next_posts_ = PostsMap::make(*grown, 0);
   next_posts_.told = posts_.told;  // load statistics stay what they are
-  next_out_ = next_arrivals_ = {};
+  next_inboxes_ = inboxes_.message != 0 ? InboxMap::make(topology_, *grown) : InboxMap{};
+  next_out_ = next_arrivals_ = next_inbox_ = {};
+  const uint64_t outgoing = next_posts_.outgoing_bytes() + next_inboxes_.outgoing_bytes();
   const uint64_t arriving = arrivals_.number >= 0 ? next_posts_.arrival_bytes() : 0;
+  const uint64_t inboxes = next_inboxes_.inbox_bytes();
   Status ready = grow_device_windows(near.init, init.tag + kWindowStage, *grown, window_.near);
-  if (ready.ok()) ready = make_outgoing(init, next_posts_.outgoing_bytes(), &next_out_);
+  if (ready.ok()) ready = make_outgoing(init, outgoing, &next_out_);
   if (arriving > 0) ready = share(near, init.tag + kArrivalsStage, ready, arriving, &next_arrivals_);
+  if (inboxes > 0) ready = share(near, init.tag + kInboxStage, ready, inboxes, &next_inbox_);
   TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices,
                             std::move(ready)));
   Piece piece{grown->channels(), grown->channels_bytes(), -1};  // for the network, once it has it
   TW_RETURN_IF_FAILED(add(init, init.tag + kAddWindowStage, window_, piece.begin, piece.bytes, &piece.number));
   pieces_.insert(pieces_.begin(), piece);
-  TW_RETURN_IF_FAILED(
-      add(init, init.tag + kAddOutStage, next_out_, 0, next_posts_.outgoing_bytes(), &next_out_.number));
-  if (arriving == 0) return {};
-  return add(init, init.tag + kAddArrivalsStage, next_arrivals_, 0, arriving, &next_arrivals_.number);
+  TW_RETURN_IF_FAILED(add(init, init.tag + kAddOutStage, next_out_, 0, outgoing, &next_out_.number));
+  if (arriving > 0) {
+    TW_RETURN_IF_FAILED(add(init, init.tag + kAddArrivalsStage, next_arrivals_, 0, arriving, &next_arrivals_.number));
+  }
+  return inboxes == 0 ? Status{} : add(init, init.tag + kAddInboxStage, next_inbox_, 0, inboxes, &next_inbox_.number);
 }
 
 // What the network knows stays until it ends, and a window's part with it, so that a group may not grow there again.
@@ -200,12 +214,13 @@ void PostedTransport::end_growth(bool grown, bool certain) {
   if (grown) {
     std::swap(out_, next_out_);
     std::swap(arrivals_, next_arrivals_);
+    std::swap(inbox_, next_inbox_);
     map_ = next_map_;
     posts_ = next_posts_;
+    inboxes_ = next_inboxes_;
   }
-  former_.push_back(std::move(next_out_));
-  former_.push_back(std::move(next_arrivals_));
-  next_out_ = next_arrivals_ = {};
+  for (Memory* const each : {&next_out_, &next_arrivals_, &next_inbox_}) former_.push_back(std::move(*each));
+  next_out_ = next_arrivals_ = next_inbox_ = {};
 }
 
 void PostedTransport::abort() {
@@ -251,17 +266,23 @@ void PostedTransport::add_regions(const WindowMap& map, int channel, const Block
                               region.bytes,
                               region.row,
                               PostsMap::stride_of(map),
-                              blocks.land ? posts_.arrival : PostsMap::stride_of(map)};
+                              blocks.land ? posts_.arrival : PostsMap::stride_of(map),
+                              0};
   }
   p->loads = -1;
   if (blocks.loads.bytes == 0) return;
   p->loads = p->count;
   const uint64_t from = posts_.told_at(channel) + outgoing_loads(map_.shape().ranks);
   const uint64_t all = blocks.loads.bytes * static_cast<uint64_t>(map_.shape().ranks);
-  p->regions[p->count++] = {{out_.number, from}, in_window(blocks.loads.begin),
-                            out_.data() + from,  {window_.table, blocks.loads.begin},
-                            blocks.loads.bytes,  0,
-                            posts_.told,         all};
+  p->regions[p->count++] = {{out_.number, from},
+                            in_window(blocks.loads.begin),
+                            out_.data() + from,
+                            {window_.table, blocks.loads.begin},
+                            blocks.loads.bytes,
+                            0,
+                            posts_.told,
+                            all,
+                            0};
 }
 
 Status PostedTransport::begin(const GroupView& view, const MovedStep& step) {
@@ -270,33 +291,163 @@ Status PostedTransport::begin(const GroupView& view, const MovedStep& step) {
   return launched("a step that is left out", launch_pace(p, step.stream));
 }
 
-Status PostedTransport::start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool) {
-  constexpr uint64_t kEach = 64 << 10;  // bytes for a rank of this host that are worth a block
-  constexpr uint64_t kMostParts = 16;
+PostParams PostedTransport::params_of(const GroupView& view, const MovedStep& step, const Blocks& blocks) const {
   const int channel = step.at.channel;
-  const auto ranks = static_cast<uint64_t>(map_.shape().ranks);
   PostParams p{};
   p.group = view;
   p.net = network_->view();
   p.signals = signals_of(channel);
-  add_regions(view.map, channel, blocks, &p);
+  p.phase = step.phase;
   p.channel = channel;
+  add_regions(view.map, channel, blocks, &p);
+  if (cross_once(blocks)) place_messages(blocks, &p);
+  return p;
+}
+
+Status PostedTransport::start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool) {
+  constexpr uint64_t kEach = 64 << 10;  // bytes for a rank of this host that are worth a block
+  constexpr uint64_t kMostParts = 16;
+  PostParams p = params_of(view, step, blocks);
   p.first = blocks.first;
   p.ranks = blocks.ranks > 0 ? blocks.ranks : map_.shape().ranks;
-  p.arrived = arrived_ + ranks * static_cast<uint64_t>(channel);
+  p.arrived = arrived_ + static_cast<size_t>(map_.shape().ranks) * static_cast<size_t>(p.channel);
   uint64_t most = 0;
   for (const Region& region : blocks.regions) most += region.bytes;
   // As many blocks as the step may have, for the ranks of this host together, this one too.
   const auto mates = static_cast<int>(topology_.mates(view.me).size());
   const auto each = static_cast<uint64_t>(std::max(1, step.blocks / mates));
   p.parts = static_cast<int>(std::clamp<uint64_t>(most / kEach, 1, std::min(each, kMostParts)));
+  if (p.once.ranks != nullptr && !blocks.all && blocks.sent.tokens > 0) {
+    TW_RETURN_IF_FAILED(launched("messages to hosts", launch_pack(p, step.blocks, step.stream)));
+  }
   return launched("the posts of a step", launch_post(p, step.stream));
 }
 
-Status PostedTransport::join(const GroupView& view, const MovedStep& step) {
+Status PostedTransport::join(const GroupView& view, const MovedStep& step, const Blocks& blocks) {
+  if (cross_once(blocks)) {
+    PostParams p = params_of(view, step, blocks);
+    const int far = map_.shape().ranks - static_cast<int>(topology_.mates(view.me).size());
+    p.parts = std::max(1, step.blocks / std::max(1, far));
+    TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, step.stream)));
+  }
   if (step.waits) return {};
   const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, -1};
   return launched("a wait for signals", launch_await_signals(p, step.stream));
+}
+
+// ---------------------------------------------------------------------------------------------- rows once for each
+// host
+
+// Whether a step's rows go to each host once. A row then crosses the network once for each host and not for each rank,
+// but is copied twice more, and waits for two kernels: some 10 us, in which a link of 50 GB/s carries half a MiB. With
+// choices that fall anywhere it would carry about twice the rows otherwise. Told by blocks, which are alike on all
+// ranks.
+bool PostedTransport::cross_once(const Blocks& blocks) const {
+  constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
+  if (inboxes_.message == 0) return false;
+  uint64_t rows = 0;
+  uint64_t end = 0;
+  for (const Region& region : blocks.regions) {
+    if (!region.same || region.row == 0) continue;
+    if (rows == 0) end = inboxes_.rows_at(region.bytes / region.row);
+    rows += region.bytes;
+    end += InboxMap::align(region.bytes);
+  }
+  if (rows == 0 || end > inboxes_.message) return false;
+  return crossing_ == Crossing::kPerHost || rows >= kWorth;
+}
+
+// The messages of a channel, in whatever regions.
+HostRows PostedTransport::host_rows(int channel) const {
+  HostRows rows{};
+  routes_.place(channel, &rows);
+  const uint64_t out = posts_.outgoing_bytes() + inboxes_.outgoing_at(channel);
+  const uint64_t in = inboxes_.inbox_at(channel);
+  rows.from = {out_.number, out};
+  rows.at = out_.data() + out;
+  rows.to = {inbox_.number, in};
+  rows.near = {inbox_.table, in};
+  rows.message = inboxes_.message;
+  rows.bank_here = inboxes_.outgoing_bank();
+  rows.bank_there = inboxes_.inbox_bank();
+  return rows;
+}
+
+void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const {
+  p->once = host_rows(p->channel);
+  p->once.all = blocks.all ? 1 : 0;
+  p->sent = blocks.sent;
+  uint64_t begin = 0;
+  int number = 0;
+  for (const Region& region : blocks.regions) {
+    if (region.bytes == 0) continue;  // as in add_regions
+    PostRegion& to = p->regions[number++];
+    if (!region.same || region.row == 0) continue;
+    if (begin == 0) {
+      p->once.bound = static_cast<int32_t>(region.bytes / region.row);
+      begin = inboxes_.rows_at(region.bytes / region.row);
+    }
+    to.in_message = begin;
+    begin += InboxMap::align(region.bytes);
+  }
+}
+
+// Finds out whether ranks see what the network puts at their mates, and is right before its word tells of it: else
+// rows go straight to each rank. All ranks try, and all do alike.
+Status PostedTransport::pass_gate(const BackendInit& init, uint64_t tag) {
+  const Status ready = launched("loading the kernels", load_pulls());
+  TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, tag + kGateStage, init.deadline, kConnectingDevices, ready));
+  bool passed = false;
+  const Status tried = try_gate(init, &passed);
+  std::vector<Parcel> all;
+  const Status met = gather(*init.bootstrap, init.members, tag + kGateStage + 1,
+                            {pack_result(tried).add(passed).take(), {}}, init.deadline, kConnectingDevices, &all);
+  TW_RETURN_IF_FAILED(tried);
+  TW_RETURN_IF_FAILED(met);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    Unpacker reader(all[rank].bytes);
+    TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
+    if (reader.get<bool>()) continue;
+    if (crossing_ == Crossing::kPerHost) {
+      return fail(twUnsupported,
+                  "{} is per host, and rank {} does not see in time what the network writes to other devices of its "
+                  "host",
+                  Argument("config.crossing"), rank);
+    }
+    inboxes_ = {};
+  }
+  return {};
+}
+
+// The network may need CUDA's calls of this process to bring what the kernel waits for, so nobody waits inside one.
+Status PostedTransport::try_gate(const BackendInit& init, bool* passed) {
+  constexpr uint64_t kMostBytes = 4096;          // of a trial
+  constexpr uint64_t kPatience = 5'000'000'000;  // ns
+  constexpr std::chrono::microseconds kNap{50};
+  uint32_t wrong = 0;
+  GateParams p{};
+  p.net = network_->view();
+  p.once = host_rows(0);
+  p.words = {inbox_.number, inboxes_.words_at()};
+  p.near_words = {inbox_.table, inboxes_.words_at()};
+  p.me = init.context->me;
+  p.ranks = map_.shape().ranks;
+  p.bytes = std::min(kMostBytes, inboxes_.message / kGateTrials / sizeof(uint64_t) * sizeof(uint64_t));
+  p.timeout_ns = std::min(kPatience, static_cast<uint64_t>(init.timeout_ms) * 1'000'000);
+  p.wrong = p.once.rows;  // which counts nothing yet
+  TW_RETURN_IF_FAILED(do_apart([&](cudaStream_t stream) {
+    auto error = static_cast<cudaError_t>(launch_gate(p, stream));
+    while (error == cudaSuccess && (error = cudaStreamQuery(stream)) == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      error = cudaSuccess;
+      std::this_thread::sleep_for(kNap);
+    }
+    if (error == cudaSuccess) error = cudaMemcpyAsync(&wrong, p.wrong, sizeof wrong, cudaMemcpyDeviceToHost, stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(p.wrong, 0, sizeof wrong, stream);
+    return error;
+  }));
+  *passed = wrong == 0;
+  return {};
 }
 
 }  // namespace tw::cuda

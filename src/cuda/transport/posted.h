@@ -7,6 +7,10 @@
 // free when the step behind has ended, as each rank's signal of that one says that it has all of this one. So has the
 // memory in which rows of an exact layout arrive, as a peer may be a step ahead.
 //
+// Rows of a dispatch may go to each host once, into an inbox from which the ranks there copy them (layout/inbox_map.h):
+// where blocks are so large that it is faster, and each GPU sees what the network writes to another of its host. That
+// the driver is asked for (GPUDirect RDMA's order of writes), and it is tried when a group is made.
+//
 // What breaks if this changes: T3, T4, and S1 and S2, which hold here as where windows are mapped: a rank's signal of a
 // step is posted behind what it has read of the bank that a peer writes next.
 #pragma once
@@ -14,7 +18,9 @@
 #include "core/near.h"
 #include "cuda/launch/posts.h"
 #include "cuda/transport/network.h"
+#include "cuda/transport/routes.h"
 #include "cuda/transport/staged.h"
+#include "layout/inbox_map.h"
 #include "layout/posts_map.h"
 
 namespace tw::cuda {
@@ -23,7 +29,7 @@ class PostedTransport final : public StagedTransport {
  public:
   // Makes this rank's window, zero but for its signals, maps those of this host's ranks, and connects the network.
   // Collective; uses the tags from `tag` to `tag + kTags - 1`.
-  static constexpr uint64_t kTags = 20;
+  static constexpr uint64_t kTags = 24;
   static Status create(const BackendInit& init, uint64_t tag, DeviceWindows* windows,
                        std::unique_ptr<StagedTransport>* made);
   ~PostedTransport() override;
@@ -38,7 +44,7 @@ class PostedTransport final : public StagedTransport {
 
   Status begin(const GroupView& view, const MovedStep& step) override;
   Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
-  Status join(const GroupView& view, const MovedStep& step) override;
+  Status join(const GroupView& view, const MovedStep& step, const Blocks& blocks) override;
   bool over_carrier() const override { return false; }
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
   void end_growth(bool grown, bool certain) override;
@@ -73,18 +79,31 @@ class PostedTransport final : public StagedTransport {
   NetPlace in_window(uint64_t offset) const;
   PostSignals signals_of(int channel) const;
   void add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const;
+  PostParams params_of(const GroupView& view, const MovedStep& step, const Blocks& blocks) const;
+  bool cross_once(const Blocks& blocks) const;
+  HostRows host_rows(int channel) const;
+  void place_messages(const Blocks& blocks, PostParams* p) const;
+  Status make_inbox(const BackendInit& init, const Near& near, uint64_t tag, const Status& ready);
+  Status pass_gate(const BackendInit& init, uint64_t tag);
+  Status try_gate(const BackendInit& init, bool* passed);
 
   WindowMap map_;  // the arena's: its groups may end before this does
   PostsMap posts_;
+  InboxMap inboxes_;  // of messages; none: all rows go straight
   WindowMap next_map_;
   PostsMap next_posts_;
+  InboxMap next_inboxes_;
+  const Crossing crossing_;
+  HostRoutes routes_;
   const int device_;
   const Topology topology_;
   Memory window_;
   Memory out_;
   Memory arrivals_;  // no data: no group has needed it yet
+  Memory inbox_;     // likewise: rows go straight to each rank
   Memory next_out_;
   Memory next_arrivals_;
+  Memory next_inbox_;
   std::vector<Memory> former_;  // such memory of smaller maps, which the network knows until it ends
   std::vector<Piece> pieces_;
   uint64_t* told_ = nullptr;     // [channels, 2, N]

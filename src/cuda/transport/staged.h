@@ -16,17 +16,19 @@
 
 #include "core/make_backend.h"
 #include "cuda/driver/driver.h"
-#include "cuda/launch/group_view.h"
+#include "cuda/launch/posts.h"
 #include "cuda/transport/window.h"
 
 namespace tw::cuda {
 
 // A part of a bank that a step moves: its offset in the bank, the bytes of one rank's block, and those of each of the
-// rows that the block's signal tells of; 0: the block is whole whatever that says.
+// rows that the block's signal tells of; 0: the block is whole whatever that says. `same`: a token's row is the same in
+// the blocks of all ranks.
 struct Region {
   uint64_t begin;
   uint64_t bytes;
   uint64_t row = 0;
+  bool same = false;
 };
 
 // What the moves of a step bring: regions of its bank or, if they `land`, of where rows arrive that are put together
@@ -37,6 +39,8 @@ struct Blocks {
   Region loads{};
   int first = 0;  // ranks from here on, so many, get regions; 0: all. Who knows that moves less
   int ranks = 0;
+  SentTokens sent{};  // of a dispatch: whose rows those of the regions that are the `same` are
+  bool all = false;   // all ranks get all rows of these regions, in the same slots
 };
 
 // What a step is, to those that move it.
@@ -65,8 +69,9 @@ class StagedTransport {
   virtual Status begin(const GroupView& view, const MovedStep& step) = 0;
   // Begins to move the signals and the blocks of a step, into its bank or, if they `land`, to receive_offset().
   virtual Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) = 0;
-  // Makes whatever comes next on the stream follow that move.
-  virtual Status join(const GroupView& view, const MovedStep& step) = 0;
+  // Makes whatever comes next on the stream follow that move. blocks: as in start(); none where nobody wants what
+  // comes.
+  virtual Status join(const GroupView& view, const MovedStep& step, const Blocks& blocks) = 0;
   // Whether hosts must make the same moves as their peers, also where their kernels have nothing to send; then a rank's
   // host watches how far its steps are, too.
   virtual bool over_carrier() const = 0;

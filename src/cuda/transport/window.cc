@@ -17,6 +17,7 @@
 #include "bootstrap/descriptors.h"
 #include "bootstrap/local_registry.h"
 #include "cuda/driver/nvml.h"
+#include "cuda/transport/tables.h"
 
 namespace tw::cuda {
 namespace {
@@ -37,17 +38,6 @@ thread_local int unmapping_here = 0;
 LocalRegistry<DeviceMapping>& local_windows() {
   static LocalRegistry<DeviceMapping> windows;
   return windows;
-}
-
-// Does work(stream) on a stream of its own, as the caller's streams may be busy waiting, and waits for it.
-template <class Work>
-Status do_apart(Work&& work) {
-  cudaStream_t stream = nullptr;
-  TW_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  cudaError_t error = work(stream);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  return error == cudaSuccess ? Status{} : cuda_failure("preparing a window", error);
 }
 
 // Sets a window to zero, and every signal to the first step value.

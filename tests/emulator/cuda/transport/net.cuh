@@ -17,6 +17,7 @@ inline const emulator::NetworkState& state_of(const NetView& net) {
 
 inline void post(const NetView& net, int peer, const net::Put& put, const net::Word* word) {
   const emulator::NetworkState& state = state_of(net);
+  while (emulator::is_held(state.engine->rank(), peer) && !state.aborted.load()) tw::emulator::poll();
   for (;;) {
     const net::Posted posted = word == nullptr ? state.engine->put(peer, put) : state.engine->put(peer, put, *word);
     if (posted == net::Posted::kRefused) {
@@ -30,7 +31,7 @@ inline void post(const NetView& net, int peer, const net::Put& put, const net::W
 
 inline void net_put(const NetView& net, int, int peer, NetPlace to, NetPlace from, uint64_t bytes) {
   gin::post_counts().put(state_of(net).engine->rank(), peer, bytes);
-  if (state_of(net).counts_alone && bytes > gin::kMoved) return;
+  if (emulator::loses_puts() || (state_of(net).counts_alone && bytes > gin::kMoved)) return;
   post(net, peer, {{from.memory, from.offset}, {to.memory, to.offset}, bytes}, nullptr);
 }
 inline void net_add(const NetView& net, int, int peer, NetPlace word, uint64_t add) {
