@@ -40,8 +40,8 @@ METHOD = {
     ),
     "floor": "of tokenway-floor in the same run; times_floor against its fastest exchange of the same rows",
     "remote_bytes": (
-        "of the rank from which the most bytes go to other ranks; with --backend gin, to ranks of other hosts, without "
-        "what these are told of a step"
+        "of the rank from which the most bytes go to other ranks; with --backend gin, to ranks of other hosts, as if "
+        "each row went to each of these, and without what they are told of a step"
     ),
     "percent_of_put": (
         "remote bytes / time / two-way put ceiling; ids, weights and headers are remote bytes, too, but in high "
