@@ -54,7 +54,8 @@ STAGED = (
 )
 # Of each: what has more than one rank and little to do, as connecting the ranks of several hosts is most of the time.
 GIN = {
-    "posts": "posted or tell_of",
+    "posts": "posted or tell_of or a_gather",
+    "crossing": "puts_to_one_rank or mates_do_not_see or no_crossing or cross_otherwise",
     "bench_gin": "test_pairs",
     "exchange": "test_ranks or no_tokens or sizes_change or in_flight or slow_rank or scales",
     "throughput": "test_ranks",
@@ -104,7 +105,7 @@ def main(arguments: list[str]) -> int:
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     if "--gin" in arguments:
         arguments = [a for a in arguments if a != "--gin"]
-        names, backend = (tuple(GIN) if chosen else ("posts", "bench_gin", *names)), "emulated-gin"
+        names, backend = (tuple(GIN) if chosen else ("posts", "crossing", "bench_gin", *names)), "emulated-gin"
         if quick:
             os.environ["EXAMPLES"] = "2"
             chosen[1] += f" and ({' or '.join(GIN.values())})"

@@ -85,6 +85,53 @@ def test_puts_to_one_rank_that_come_late(world: Any, crossing: str, monkeypatch:
     ranks.forget()
 
 
+def alone(mine: bytes) -> list[bytes]:
+    return [mine]
+
+
+def test_what_is_no_crossing() -> None:
+    with pytest.raises(
+        tw.InvalidArgument, match="crossing is 'sideways'; it must be one of None, 'per_host', 'per_rank'"
+    ):
+        tw.Comm.gin(0, 1, alone, device=0, crossing="sideways")
+    with pytest.raises(tw.InvalidArgument, match="crossing is given, which is for backend 'fabric' or 'gin' alone"):
+        tw.connect(rank=0, nranks=1, allgather=alone, backend="shm", crossing="per_host")
+    with pytest.raises(tw.InvalidArgument, match="crossing is given, which is for backend 'gin' alone"):
+        tw.connect(rank=0, nranks=1, allgather=alone, backend="fabric", crossing="per_host")
+    tw.Comm.gin(0, 1, alone, device=0, crossing="per_rank").close()
+
+
+def test_ranks_that_cross_otherwise(made_for: Any) -> None:
+    """A rank that is told to cross in another way than its peers is refused, and they are."""
+    gathered: dict[int, list[bytes]] = {}
+    meet = threading.Barrier(2)
+    said: list[str] = ["", ""]
+
+    def meeting(rank: int) -> Any:
+        call = 0
+
+        def allgather(mine: bytes) -> list[bytes]:
+            nonlocal call
+            gathered.setdefault(call, [b"", b""])[rank] = mine
+            meet.wait(30)
+            call += 1
+            return gathered[call - 1]
+
+        return allgather
+
+    def body(rank: int) -> None:
+        said[rank] = caught(
+            tw.Comm.gin, rank, 2, meeting(rank), device=rank, crossing=("per_host", "per_rank")[rank], timeout=30.0
+        )[0]
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said == ["twConfigMismatch"] * 2
+
+
 def begin_where_puts_are_lost(ranks: Any, hidden: int) -> list[Any]:
     """(result, sentence) of making a group, for which the network loses puts and not the words behind them."""
     _native.lib.tokenway_emulated_lose_puts(1)
