@@ -114,7 +114,6 @@ ALLOWED: dict[str, dict[int, str]] = {
         64: "KiB for a rank of this host that are worth a block that copies; not tuned",
         512: "KiB of a rank's rows that are worth a message for its host; an estimate (decision 0071)",
         4096: "bytes of a piece that ranks try to see",
-        1_000_000: "ns of a ms",
         5_000_000_000: "ns that they wait for it",
         50: "us between looks whether it is over",
     },

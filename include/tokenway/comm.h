@@ -6,7 +6,8 @@
 typedef enum TW_AS_INT {
   twCrossFaster = 0,   // once for each host where a GPU sees what the network writes to others of its host, and there
                        // are enough rows, else once for each rank
-  twCrossPerHost = 1,  // once for each host: its ranks copy their rows from where they lie at one of them
+  twCrossPerHost = 1,  // once for each host: its ranks copy their rows from where they lie at one of them. (Gathers of
+                       // more than a dispatch of max_tokens rows go to each rank.)
   twCrossPerRank = 2,  // once for each rank, straight to it
 } twCrossing_t;
 

@@ -431,7 +431,7 @@ twResult_t twCombine(twGroup_t group, twHandle_t handle, const twCombineInput_t*
       if (status.ok()) (void)tw::api::check_combine_rows(*group, input, &call.sent);
       const bool refused = handle->refused;
       if (status.ok()) tw::keep_pace(*group, *handle, call.sent, input.stream);
-      if (refused) {
+      if (refused && status.ok()) {
         return fail(twInvalidUsage,
                     "the handle's dispatch was refused on this rank, so there is nothing to combine; the handle has "
                     "given its lane back, as those of peers do by their combine");

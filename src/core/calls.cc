@@ -76,6 +76,16 @@ void part_leases(twGroup& group, twHandle& handle) {
   handle.leases.clear();
 }
 
+namespace {
+
+// Ends the lease of a dispatch that this rank was refused, in the belief that its peers have.
+void take_over(twGroup& group, int channel) {
+  give_back(group, *group.channels[channel].holder);
+  group.channels[channel].refused_before = true;
+}
+
+}  // namespace
+
 Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int* channel, int bank) {
   const int count = group.channels.size();
   if (wish < -1 || wish >= count) {
@@ -92,7 +102,7 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
   }
   // Peers that find a channel free have ended a lease whose dispatch this rank was refused, and so does this rank.
   if (wish >= 0) {
-    if (group.channels[wish].refused) give_back(group, *group.channels[wish].holder);
+    if (group.channels[wish].refused) take_over(group, wish);
     if (group.channels[wish].holder != nullptr) {
       return fail(twInvalidUsage, "{} {} is held by another handle that was dispatched and not yet combined",
                   Argument("input.lane"), wish);
@@ -103,7 +113,7 @@ Status choose_channel(twGroup& group, const twHandle* handle, int32_t wish, int*
   *channel = group.channels.next_free(bank);
   if (*channel >= 0) return {};
   if (const int refused = group.channels.next_refused(); refused >= 0) {
-    give_back(group, *group.channels[refused].holder);
+    take_over(group, refused);
     *channel = group.channels.next_free(bank);
     return {};
   }
@@ -426,7 +436,9 @@ Status refuse_dispatch(twGroup& group, twHandle* handle, int32_t wish, bool send
 void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* stream) {
   if (!handle.refused) return;
   handle.refused = false;
-  const int channel = handle.channel >= 0 ? handle.channel : group.channels.lend(handle.dispatch.at.channel);
+  const bool borrows = handle.channel < 0;  // as the peers' combine does
+  const int channel = borrows ? group.channels.lend(handle.dispatch.at.channel) : handle.channel;
+  if (borrows && channel >= 0) group.channels.borrow(channel);
   if (group.comm->carrier != nullptr && channel >= 0) {
     (void)group.backend->keep_pace(group.channels.begin(channel), handle.bound, sent, stream);
     if (!group.context.replicas.is_one()) {
@@ -436,6 +448,7 @@ void keep_pace(twGroup& group, twHandle& handle, const CombineRows& sent, void* 
       (void)group.backend->keep_sharing_pace(call);
     }
   }
+  if (borrows && channel >= 0) group.channels.give_back(channel);
   give_back(group, handle);  // as at the peers, who think that it went well
 }
 

@@ -31,7 +31,7 @@ struct Channel {
   bool odd = false;               // stands before kCombineBank, as far as all ranks see that alike
   std::optional<bool> odd_after;  // what `odd` is when the lease ends
   bool refused = false;         // the lease is of a dispatch that this rank was refused, and its peers do not know yet
-  bool refused_before = false;  // it is of one that came behind that, by the same handle
+  bool refused_before = false;  // it is of one that came behind that, by the same handle or in the place of its lease
 };
 
 // Where the first dispatch of a lease goes on a device, and the combine after it.

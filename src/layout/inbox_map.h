@@ -6,9 +6,8 @@
 //              each of its slots of the source the number of its row here, uint32 each, as many as the source has
 //              tokens; rows of each payload, as many as the call's bound allows
 //   outgoing   for each channel: bank 0, bank 1; in each a message for each other host
-//   inboxes    for each channel: bank 0, bank 1; in each a message for each list (Topology::list) that lies here;
-//   behind
-//              those of all channels the words of the test at creation, a line each
+//   inboxes    for each channel: bank 0, bank 1; in each a message for each list (Topology::list) that lies here; and
+//              behind those of all channels the words of the trial at creation, a line each
 //
 // All of it follows from what all ranks have alike (S10), sized for the largest host.
 #pragma once

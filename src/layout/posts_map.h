@@ -2,9 +2,9 @@
 // beside its window. It takes a window's map and gives bytes and offsets, once for the host and for how much memory a
 // group needs.
 //
-//   outgoing, for each channel: bank 0, bank 1, as far from each other as the window's; then, for each bank, this
-//   rank's
-//             signals for all ranks, a line each, and what it tells of loads
+//   outgoing, for each channel: bank 0, bank 1, as far from each other as the window's; then, for each bank, the
+//   signals
+//             of this rank for all ranks, a line each, and what it tells of loads
 //   arrivals, for each channel: bank 0, bank 1
 //
 // All of it follows from what all ranks have alike (S10): a rank's block is looked for where its peer puts it.

@@ -61,9 +61,9 @@ class Calls:
         return outcome
 
     def leave(self, how: str, handle: Any, received: Any) -> None:
-        if how == "release":
+        if how in ("release", "both"):
             handle.release()
-        if how == "combine":
+        if how in ("combine", "both"):
             outcome = self.combine(handle, received)
             if self.refuses:
                 said(outcome, "twInvalidUsage", "dispatch was refused on this rank, so there is nothing to combine")
@@ -126,10 +126,13 @@ def late(backend: str, monkeypatch: Any, threads: Any) -> Any:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-@pytest.mark.parametrize("there", ["combine", "release"])
-@pytest.mark.parametrize("here", ["combine", "release", "drop", "no handle"])
+@pytest.mark.parametrize("there", ["combine", "release", "both"])
+@pytest.mark.parametrize("here", ["combine", "release", "both", "drop", "no handle"])
 @pytest.mark.parametrize("mode", ["low_latency", "high_throughput"])
 def test_going_on(late: Any, backend: str, mode: str, here: str, there: str, lanes: int) -> None:
+    """both: it releases the handle, and combines it then."""
+    if "both" in (here, there) and here != there:
+        pytest.skip("each of the two alone is tried against all others")
     if backend == "torch-emulated" and here != there:
         pytest.skip("what a carrier moves for peers' combines, this rank must move as well")
     setup, round_ = setup_of(mode, lanes)

@@ -152,7 +152,7 @@ inline constexpr int kGateTrials = 16;
 int load_pulls();
 int launch_gate(const GateParams& params, void* stream);
 int launch_pack(const PostParams& params, int blocks, void* stream);
-int launch_pull(const PostParams& params, void* stream);
+int launch_pull(const PostParams& params, int blocks, void* stream);
 int launch_pace(const PaceParams& params, void* stream);
 int launch_post(const PostParams& params, void* stream);
 int launch_await_signals(const PaceParams& params, void* stream);

@@ -142,13 +142,9 @@ __device__ bool await_message(const GroupView& g, const PostSignals& signals, co
   return error == twSuccess;
 }
 
-// A block or several for each rank. Those for which nothing comes by a message end at once.
-__global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constant__ PostParams p) {
+// Takes a part of a source's rows, by a block.
+__device__ void pull_from(const PostParams& p, const Step& step, int rank, const RankRoute& route, int part) {
   const GroupView& g = p.group;
-  const int rank = (g.me + 1 + static_cast<int>(blockIdx.x) / p.parts) % g.map.shape().ranks;
-  const RankRoute route = p.once.ranks[rank];
-  if (route.keeper < 0) return;
-  const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
   const Signal own = told_of(p, step.bank(), g.me);  // who refuses wants nothing
   const bool wants = threadIdx.x == 0 && !is_sticky(g) && is_made(own, step.number) && brings(own.mode);
   if (__syncthreads_or(wants && await_message(g, p.signals, step, rank, route.keeper)) == 0) return;
@@ -160,7 +156,6 @@ __global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constan
   const uint32_t tokens = p.once.all != 0 ? most : min(load_fresh<uint32_t>(&message.tokens()), most);
   const auto rows = static_cast<int>(min(unpack(load_word(signal)).n, tokens));
   const uint32_t* const list = message.list(p.once.ranks[g.me].rail, tokens);
-  const auto part = static_cast<int>(blockIdx.x) % p.parts;
   for (int slot = part * kPullWarps + static_cast<int>(threadIdx.x) / 32; slot < rows; slot += p.parts * kPullWarps) {
     const uint32_t row = p.once.all != 0 ? static_cast<uint32_t>(slot) : load_fresh<uint32_t>(list + slot);
     for (int i = 0; i < p.count && row < most; ++i) {
@@ -169,6 +164,21 @@ __global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constan
       std::byte* const to = region.near.begins[g.me] + region.near.offset + block_there(region, step.bank(), rank) +
                             region.row * static_cast<uint64_t>(slot);
       copy_bytes(message.at + region.in_message + region.row * row, to, region.row, static_cast<uint64_t>(lane()), 32);
+    }
+  }
+}
+
+// Blocks take the parts of all sources whose rows come by messages, by turns.
+__global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constant__ PostParams p) {
+  const GroupView& g = p.group;
+  const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
+  const int ranks = g.map.shape().ranks;
+  int number = 0;  // of a part
+  for (int i = 1; i < ranks; ++i) {
+    const int rank = (g.me + i) % ranks;
+    const RankRoute route = p.once.ranks[rank];
+    for (int part = 0; part < p.parts && route.keeper >= 0; ++part) {
+      if (number++ % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x)) pull_from(p, step, rank, route, part);
     }
   }
 }
@@ -229,9 +239,8 @@ int launch_pack(const PostParams& params, int blocks, void* stream) {
   const int grid = max(1, min(blocks, (params.sent.tokens + kPullWarps - 1) / kPullWarps));
   return launch_kernel(pack_kernel, params, grid, 0, false, stream, kPullThreads);
 }
-int launch_pull(const PostParams& params, void* stream) {
-  return launch_kernel(pull_kernel, params, params.parts * params.group.map.shape().ranks, 0, false, stream,
-                       kPullThreads);
+int launch_pull(const PostParams& params, int blocks, void* stream) {
+  return launch_kernel(pull_kernel, params, blocks, 0, false, stream, kPullThreads);
 }
 int launch_gate(const GateParams& params, void* stream) {
   return launch_kernel(gate_kernel, params, params.ranks, 0, false, stream, kGateThreads);

@@ -328,7 +328,8 @@ Status PostedTransport::join(const GroupView& view, const MovedStep& step, const
     PostParams p = params_of(view, step, blocks);
     const int far = map_.shape().ranks - static_cast<int>(topology_.mates(view.me).size());
     p.parts = std::max(1, step.blocks / std::max(1, far));
-    TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, step.stream)));
+    const int blocks = std::max(1, std::min(step.blocks, far * p.parts));  // S8: they wait
+    TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, blocks, step.stream)));
   }
   if (step.waits) return {};
   const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, -1};
@@ -421,8 +422,8 @@ Status PostedTransport::pass_gate(const BackendInit& init, uint64_t tag) {
 
 // The network may need CUDA's calls of this process to bring what the kernel waits for, so nobody waits inside one.
 Status PostedTransport::try_gate(const BackendInit& init, bool* passed) {
-  constexpr uint64_t kMostBytes = 4096;          // of a trial
-  constexpr uint64_t kPatience = 5'000'000'000;  // ns
+  constexpr uint64_t kMostBytes = 4096;  // of a trial
+  constexpr std::chrono::nanoseconds kPatience{5'000'000'000};
   constexpr std::chrono::microseconds kNap{50};
   uint32_t wrong = 0;
   GateParams p{};
@@ -433,8 +434,9 @@ Status PostedTransport::try_gate(const BackendInit& init, bool* passed) {
   p.me = init.context->me;
   p.ranks = map_.shape().ranks;
   p.bytes = std::min(kMostBytes, inboxes_.message / kGateTrials / sizeof(uint64_t) * sizeof(uint64_t));
-  p.timeout_ns = std::min(kPatience, static_cast<uint64_t>(init.timeout_ms) * 1'000'000);
-  p.wrong = p.once.rows;  // which counts nothing yet
+  const auto left = std::max(init.deadline - std::chrono::steady_clock::now(), std::chrono::nanoseconds(0));
+  p.timeout_ns = static_cast<uint64_t>(std::min(kPatience, left / 2).count());  // the ranks meet afterwards
+  p.wrong = p.once.rows;                                                        // which counts nothing yet
   TW_RETURN_IF_FAILED(do_apart([&](cudaStream_t stream) {
     auto error = static_cast<cudaError_t>(launch_gate(p, stream));
     while (error == cudaSuccess && (error = cudaStreamQuery(stream)) == cudaErrorNotReady) {

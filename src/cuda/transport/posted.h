@@ -83,7 +83,6 @@ class PostedTransport final : public StagedTransport {
   bool cross_once(const Blocks& blocks) const;
   HostRows host_rows(int channel) const;
   void place_messages(const Blocks& blocks, PostParams* p) const;
-  Status make_inbox(const BackendInit& init, const Near& near, uint64_t tag, const Status& ready);
   Status pass_gate(const BackendInit& init, uint64_t tag);
   Status try_gate(const BackendInit& init, bool* passed);
 
@@ -100,7 +99,7 @@ class PostedTransport final : public StagedTransport {
   Memory window_;
   Memory out_;
   Memory arrivals_;  // no data: no group has needed it yet
-  Memory inbox_;     // likewise: rows go straight to each rank
+  Memory inbox_;     // of messages, if inboxes_ has any
   Memory next_out_;
   Memory next_arrivals_;
   Memory next_inbox_;
