@@ -4,7 +4,6 @@ from mutation import Edit, Mutation
 
 POST = "src/cuda/step/post.cu"
 PULL = "src/cuda/step/pull.cu"
-PLACES = "src/cuda/step/posted.cuh"
 POSTED = "src/cuda/transport/posted.cc"
 
 TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, pack(told));\n"
@@ -40,7 +39,11 @@ POSTS = (
         "T3",
         "exchange",
         "test_sizes_change",
-        Edit(PLACES, "region.bank_here * static_cast<uint64_t>(bank) + ", ""),
+        Edit(
+            POST,
+            "const uint64_t here = block_here(region, bank, rank);",
+            "const uint64_t here = block_here(region, 0, rank);",
+        ),
     ),
     _posts(
         "a step that is none is waited for",
