@@ -17,8 +17,8 @@ using tw::fail;
 using tw::Status;
 
 #if TOKENWAY_WITH_CUDA
-// Unless the caller says how rows cross: if one device is not told to see what the network writes to others of its
-// host, they go straight to each rank.
+// Where the caller does not say how rows cross: if one device is not told to see what the network writes to others of
+// its host, they go straight to each rank.
 Status agree_on_crossing(int device, tw::api::MetHosts* met) {
   constexpr uint64_t kStage = tw::api::kBehindMeeting + 4;
   bool sees = false;
@@ -31,8 +31,7 @@ Status agree_on_crossing(int device, tw::api::MetHosts* met) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     tw::Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(tw::read_result(static_cast<int>(rank), reader));
-    if (reader.get<bool>() || met->hosts->crossing != tw::Crossing::kFaster) continue;
-    met->hosts->crossing = tw::Crossing::kPerRank;
+    if (!reader.get<bool>()) met->hosts->crossing = twCrossPerRank;
   }
   return {};
 }
@@ -52,8 +51,8 @@ Status create_gin(twComm_t* comm, int32_t rank, int32_t nranks, const twCommConf
   TW_RETURN_IF_FAILED(tw::api::meet_hosts(rank, nranks, config, alike, usable, &met));
 #if TOKENWAY_WITH_CUDA
   TW_RETURN_IF_FAILED(tw::try_network(*met.mesh, met.all, tw::api::kBehindMeeting, met.deadline, device));
-  met.hosts->crossing = static_cast<tw::Crossing>(config.crossing);
-  TW_RETURN_IF_FAILED(agree_on_crossing(device, &met));
+  met.hosts->crossing = config.crossing;
+  if (config.crossing == twCrossFaster) TW_RETURN_IF_FAILED(agree_on_crossing(device, &met));
 #endif
   *comm = tw::api::make_comm(std::move(met.mesh), environment, config.timeout_ms);
   (*comm)->hosts = std::move(met.hosts);

@@ -190,7 +190,7 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   if (comm.posts()) {
     const uint64_t loads = there > 0 ? 0 : config.map.room().loads;  // which do not grow
     needed += PostsMap::make(config.map, loads).bytes();
-    if (comm.hosts->crossing != Crossing::kPerRank) {
+    if (comm.hosts->crossing != twCrossPerRank) {
       needed += InboxMap::make(comm.hosts->topology(members), config.map).bytes();
     }
   } else if (comm.hosts != nullptr) {

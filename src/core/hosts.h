@@ -18,14 +18,11 @@ class Engine;
 struct Meeting;
 }  // namespace net
 
-// How rows of a dispatch or gather cross between hosts: once for each host or for each rank, or as is faster.
-enum class Crossing { kFaster, kPerHost, kPerRank };
-
 struct Hosts {
-  std::vector<int> of;                    // [comm's ranks] the host of each, any numbers
-  std::vector<int> local;                 // [comm's ranks] of those of this host: its rank in `among`
-  std::unique_ptr<Bootstrap> among;       // the ranks of this host alone; NULL: the comm's own carries descriptors
-  Crossing crossing = Crossing::kFaster;  // between hosts of GPUs
+  std::vector<int> of;               // [comm's ranks] the host of each, any numbers
+  std::vector<int> local;            // [comm's ranks] of those of this host: its rank in `among`
+  std::unique_ptr<Bootstrap> among;  // the ranks of this host alone; NULL: the comm's own carries descriptors
+  twCrossing_t crossing = twCrossFaster;
   // Connects the ranks of a group. Collective among the meeting's members.
   std::function<Status(const net::Meeting&, std::unique_ptr<net::Engine>*)> connect;
 

@@ -50,7 +50,7 @@ POSTS = (
         "S6",
         "posts",
         "test_a_combine_of_a_dispatch_that_failed",
-        Edit(POST, "is_sticky(g) || !is_made(unpack(own), step.number)", "is_sticky(g) || own == ~0ull"),
+        Edit(POST, "is_sticky(g) || !is_made(own, step.number)", "is_sticky(g) || own.step == ~0u"),
     ),
     _posts(
         "posts lack the last row",

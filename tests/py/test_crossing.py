@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 from gin_backend import CROSSING
 from harness import caught
-from test_posts import EXPERTS, RANKS, TOP_K, check, hosts, ids_of, planned, posted, rows_between, tokens_of
+from test_posts import (
+    EXPERTS,
+    RANKS,
+    TOP_K,
+    check,
+    hosts,
+    ids_of,
+    planned,
+    posted,
+    rows_between,
+    rows_to_hosts,
+    tokens_of,
+)
 
 import tokenway as tw
 from tokenway import _native
@@ -151,10 +163,7 @@ def test_a_network_whose_writes_mates_do_not_see(world: Any, backend: str, monke
     ranks = world(RANKS)
     rows, meta = rows_between(TURN), (2 * LARGE,)
     tokens = np.array([len(ids) for ids in all_ids()])
-    homes = np.array(hosts())[np.arange(EXPERTS) * RANKS // EXPERTS]
-    to_hosts = np.array(
-        [[sum(h in homes[row[row >= 0]] for row in ids) for h in range(max(hosts()) + 1)] for ids in all_ids()]
-    )
+    to_hosts = rows_to_hosts(TURN)
     straight = planned(posts.dispatch(rows, hosts(), meta, TOP_K) + posts.combine(rows, hosts(), 2 * LARGE))
     once = planned(
         posts.dispatch_once(rows, to_hosts, tokens, hosts(), meta, TOP_K) + posts.combine(rows, hosts(), 2 * LARGE)

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "layout/shape.h"
 
@@ -16,6 +17,8 @@ namespace tw::cuda {
 // Loads a kernel onto the current device and allows it `bytes` of shared memory. It never allows less than before, as
 // groups of other shapes use the same kernel.
 int allow_shared(const void* kernel, uint32_t bytes);
+// Loads kernels that need none.
+int load_all(std::initializer_list<const void*> kernels);
 // Loads every kernel, so that none is loaded while ranks wait for each other.
 int load_kernels(const Shape& shape);
 

@@ -52,9 +52,8 @@ __device__ void put_message(const PostParams& p, int bank, int message, const Si
   const auto rows = static_cast<uint64_t>(once.all != 0 ? told.n : load_fresh<uint32_t>(&once.rows[message]));
   if (rows == 0) return;
   const MessageRoute& route = once.messages[message];
-  const uint64_t here = once.bank_here * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(message);
-  const uint64_t there =
-      once.bank_there * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(route.list);
+  const uint64_t here = message_here(once, bank, message);
+  const uint64_t there = message_there(once, bank, route.list);
   const auto put = [&](uint64_t at, const NetPlace& from, uint64_t bytes) {
     net_put(p.net, p.channel, route.peer, beyond(once.to, there + at), from, bytes);
   };
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
   if (!near && part != 0) return;
   const uint64_t number = next_step(g, p.channel);
   const auto bank = static_cast<int>(number & 1);
-  const Signal told = told_of(p, bank, rank);
+  const Signal told = told_of(g, p.signals, bank, rank);
   if (__syncthreads_or(is_sticky(g) || !is_made(told, number)) != 0) return;
   const bool served = rank >= p.first && rank < p.first + p.ranks;
   const int message = p.once.ranks != nullptr ? p.once.ranks[rank].message : -1;
@@ -140,8 +139,8 @@ __global__ void __launch_bounds__(kPaceThreads) pace_kernel(const __grid_constan
 __global__ void __launch_bounds__(kPaceThreads) await_signals_kernel(const __grid_constant__ PaceParams p) {
   const GroupView& g = p.group;
   const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
-  const uint64_t own = load_word(p.signals.at + g.posts * step.bank() + kSignalStride * static_cast<uint64_t>(g.me));
-  if (is_sticky(g) || !is_made(unpack(own), step.number)) return;
+  const Signal own = told_of(g, p.signals, step.bank(), g.me);
+  if (is_sticky(g) || !is_made(own, step.number)) return;
   await_all(g, step, Look::kSignal);
 }
 
@@ -159,12 +158,8 @@ int launch_await_signals(const PaceParams& params, void* stream) {
 }
 
 int load_posts() {
-  for (const void* const kernel :
-       {reinterpret_cast<const void*>(post_kernel), reinterpret_cast<const void*>(pace_kernel),
-        reinterpret_cast<const void*>(await_signals_kernel)}) {
-    if (const int error = allow_shared(kernel, 0); error != 0) return error;
-  }
-  return 0;
+  return load_all({reinterpret_cast<const void*>(post_kernel), reinterpret_cast<const void*>(pace_kernel),
+                   reinterpret_cast<const void*>(await_signals_kernel)});
 }
 
 }  // namespace tw::cuda

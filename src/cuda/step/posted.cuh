@@ -19,8 +19,8 @@ __device__ inline bool brings(Mode mode) {
 }
 
 // What this rank's outgoing signal for a rank says.
-__device__ inline Signal told_of(const PostParams& p, int bank, int rank) {
-  return unpack(load_word(p.signals.at + p.group.posts * bank + kSignalStride * static_cast<uint64_t>(rank)));
+__device__ inline Signal told_of(const GroupView& g, const PostSignals& signals, int bank, int rank) {
+  return unpack(load_word(signals.at + g.posts * bank + kSignalStride * static_cast<uint64_t>(rank)));
 }
 
 // Whether the kernel before has made the step, which this rank's outgoing signal for a rank then tells. Behind an
@@ -36,6 +36,14 @@ __device__ inline uint64_t block_here(const PostRegion& region, int bank, int ra
 }
 __device__ inline uint64_t block_there(const PostRegion& region, int bank, int rank) {
   return region.bank_there * static_cast<uint64_t>(bank) + region.block * static_cast<uint64_t>(rank);
+}
+
+// Where a message is among those that go out, and among the lists of an inbox; likewise.
+__device__ inline uint64_t message_here(const HostRows& once, int bank, int message) {
+  return once.bank_here * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(message);
+}
+__device__ inline uint64_t message_there(const HostRows& once, int bank, int list) {
+  return once.bank_there * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(list);
 }
 
 }  // namespace tw::cuda

@@ -16,7 +16,6 @@
 // and T5 (a signal that does not stand behind its message in one queue tells of rows that are not there).
 #include <cuda_runtime.h>
 
-#include "cuda/device/wait.cuh"
 #include "cuda/launch/launch.h"
 #include "cuda/launch/loading.h"
 #include "cuda/launch/posts.h"
@@ -40,11 +39,10 @@ struct Message {
 };
 
 __device__ Message outgoing(const HostRows& once, int bank, int message) {
-  return {once.at + once.bank_here * static_cast<uint64_t>(bank) + once.message * static_cast<uint64_t>(message)};
+  return {once.at + message_here(once, bank, message)};
 }
 __device__ Message incoming(const HostRows& once, int bank, const RankRoute& from) {
-  return {once.near.begins[from.keeper] + once.near.offset + once.bank_there * static_cast<uint64_t>(bank) +
-          once.message * static_cast<uint64_t>(from.list)};
+  return {once.near.begins[from.keeper] + once.near.offset + message_there(once, bank, from.list)};
 }
 
 // One of a token's destinations, as a thread knows it.
@@ -67,7 +65,8 @@ struct SentToken {
       Way& way = ways[i];
       way.to = load_both(p.sent.destinations + static_cast<int64_t>(token) * p.sent.fan_out + at);
       // What the receiver has no room for goes nowhere.
-      if (way.to.slot < static_cast<int>(told_of(p, bank, way.to.rank).n)) way.route = p.once.ranks[way.to.rank];
+      if (way.to.slot < static_cast<int>(told_of(p.group, p.signals, bank, way.to.rank).n))
+        way.route = p.once.ranks[way.to.rank];
     }
   }
   // Of the threads that have a destination for which is(way): bits of destination i, then of i + 32.
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kPullThreads) pack_kernel(const __grid_constan
   const GroupView& g = p.group;
   const uint64_t number = next_step(g, p.channel);
   const int bank = bank_of(static_cast<uint32_t>(number));
-  const Signal told = told_of(p, bank, g.me);
+  const Signal told = told_of(g, p.signals, bank, g.me);
   if (__syncthreads_or(is_sticky(g) || !is_made(told, number) || !brings(told.mode)) != 0) return;
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < p.once.others; i += kPullThreads) {
@@ -145,7 +144,7 @@ __device__ bool await_message(const GroupView& g, const PostSignals& signals, co
 // Takes a part of a source's rows, by a block.
 __device__ void pull_from(const PostParams& p, const Step& step, int rank, const RankRoute& route, int part) {
   const GroupView& g = p.group;
-  const Signal own = told_of(p, step.bank(), g.me);  // who refuses wants nothing
+  const Signal own = told_of(g, p.signals, step.bank(), g.me);  // who refuses wants nothing
   const bool wants = threadIdx.x == 0 && !is_sticky(g) && is_made(own, step.number) && brings(own.mode);
   if (__syncthreads_or(wants && await_message(g, p.signals, step, rank, route.keeper)) == 0) return;
   const std::byte* const signal = window_of(g, g.me) + g.map.signal(p.channel, step.bank(), rank);
@@ -207,8 +206,8 @@ __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constan
         const MessageRoute to = p.once.messages[m];
         if (to.peer < 0) continue;
         const uint64_t begin = p.bytes * static_cast<uint64_t>(trial);
-        net_put(p.net, 0, to.peer, beyond(p.once.to, p.once.message * static_cast<uint64_t>(to.list) + begin),
-                beyond(p.once.from, p.once.message * static_cast<uint64_t>(m) + begin), p.bytes);
+        net_put(p.net, 0, to.peer, beyond(p.once.to, message_there(p.once, 0, to.list) + begin),
+                beyond(p.once.from, message_here(p.once, 0, m) + begin), p.bytes);
         net_add(p.net, 0, to.peer, beyond(p.words, InboxMap::kAlignment * static_cast<uint64_t>(to.list)), 1);
       }
     }
@@ -247,12 +246,8 @@ int launch_gate(const GateParams& params, void* stream) {
 }
 
 int load_pulls() {
-  for (const void* const kernel :
-       {reinterpret_cast<const void*>(pack_kernel), reinterpret_cast<const void*>(pull_kernel),
-        reinterpret_cast<const void*>(gate_kernel)}) {
-    if (const int error = allow_shared(kernel, 0); error != 0) return error;
-  }
-  return 0;
+  return load_all({reinterpret_cast<const void*>(pack_kernel), reinterpret_cast<const void*>(pull_kernel),
+                   reinterpret_cast<const void*>(gate_kernel)});
 }
 
 }  // namespace tw::cuda

@@ -142,10 +142,18 @@ int allow_shared(const void* kernel, uint32_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-int load_kernels(const Shape& shape) {
-  for (const void* const kernel :
-       {reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)}) {
+int load_all(std::initializer_list<const void*> kernels) {
+  for (const void* const kernel : kernels) {
     if (const int error = allow_shared(kernel, 0); error != 0) return error;
+  }
+  return 0;
+}
+
+int load_kernels(const Shape& shape) {
+  if (const int error =
+          load_all({reinterpret_cast<const void*>(refuse_kernel), reinterpret_cast<const void*>(self_test_kernel)});
+      error != 0) {
+    return error;
   }
   for (const auto load :
        {load_dispatch, load_dispatch_by_expert, load_combine, load_combine_fp8, load_values, load_choice_packets,

@@ -61,7 +61,7 @@ PostedTransport::PostedTransport(const BackendInit& init, const Topology& topolo
       crossing_(init.hosts->crossing),
       device_(init.device),
       topology_(topology) {
-  if (crossing_ != Crossing::kPerRank) inboxes_ = InboxMap::make(topology_, map_);
+  if (crossing_ != twCrossPerRank) inboxes_ = InboxMap::make(topology_, map_);
 }
 
 PostedTransport::~PostedTransport() {
@@ -300,7 +300,7 @@ PostParams PostedTransport::params_of(const GroupView& view, const MovedStep& st
   p.phase = step.phase;
   p.channel = channel;
   add_regions(view.map, channel, blocks, &p);
-  if (cross_once(blocks)) place_messages(blocks, &p);
+  place_messages(blocks, &p);
   return p;
 }
 
@@ -324,39 +324,19 @@ Status PostedTransport::start(const GroupView& view, const MovedStep& step, cons
 }
 
 Status PostedTransport::join(const GroupView& view, const MovedStep& step, const Blocks& blocks) {
-  if (cross_once(blocks)) {
-    PostParams p = params_of(view, step, blocks);
+  PostParams p = params_of(view, step, blocks);
+  if (p.once.ranks != nullptr) {
     const int far = map_.shape().ranks - static_cast<int>(topology_.mates(view.me).size());
     p.parts = std::max(1, step.blocks / std::max(1, far));
-    const int blocks = std::max(1, std::min(step.blocks, far * p.parts));  // S8: they wait
-    TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, blocks, step.stream)));
+    const int most = std::max(1, std::min(step.blocks, far * p.parts));  // S8: they wait
+    TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, most, step.stream)));
   }
   if (step.waits) return {};
-  const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, -1};
-  return launched("a wait for signals", launch_await_signals(p, step.stream));
+  const PaceParams pace{view, p.net, p.signals, step.phase, step.at.channel, -1};
+  return launched("a wait for signals", launch_await_signals(pace, step.stream));
 }
 
-// ---------------------------------------------------------------------------------------------- rows once for each
-// host
-
-// Whether a step's rows go to each host once. A row then crosses the network once for each host and not for each rank,
-// but is copied twice more, and waits for two kernels: some 10 us, in which a link of 50 GB/s carries half a MiB. With
-// choices that fall anywhere it would carry about twice the rows otherwise. Told by blocks, which are alike on all
-// ranks.
-bool PostedTransport::cross_once(const Blocks& blocks) const {
-  constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
-  if (inboxes_.message == 0) return false;
-  uint64_t rows = 0;
-  uint64_t end = 0;
-  for (const Region& region : blocks.regions) {
-    if (!region.same || region.row == 0) continue;
-    if (rows == 0) end = inboxes_.rows_at(region.bytes / region.row);
-    rows += region.bytes;
-    end += InboxMap::align(region.bytes);
-  }
-  if (rows == 0 || end > inboxes_.message) return false;
-  return crossing_ == Crossing::kPerHost || rows >= kWorth;
-}
+// ------------------------------------------------------------------------------------------ rows once for each host
 
 // The messages of a channel, in whatever regions.
 HostRows PostedTransport::host_rows(int channel) const {
@@ -374,23 +354,34 @@ HostRows PostedTransport::host_rows(int channel) const {
   return rows;
 }
 
+// Has a step's rows go to each host once, where that is faster or the caller's wish. A row then crosses the network
+// once for each host and not for each rank, but is copied twice more, and waits for two kernels: some 10 us, in which a
+// link of 50 GB/s carries half a MiB. With choices that fall anywhere it would carry about twice the rows otherwise.
+// Told by blocks, which are alike on all ranks.
 void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const {
-  p->once = host_rows(p->channel);
-  p->once.all = blocks.all ? 1 : 0;
-  p->sent = blocks.sent;
-  uint64_t begin = 0;
+  constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
+  if (inboxes_.message == 0) return;
+  uint64_t in_message[kMostPosts] = {};
+  uint64_t bound = 0;
+  uint64_t rows = 0;  // bytes
+  uint64_t end = 0;
   int number = 0;
   for (const Region& region : blocks.regions) {
     if (region.bytes == 0) continue;  // as in add_regions
-    PostRegion& to = p->regions[number++];
+    const int at = number++;
     if (!region.same || region.row == 0) continue;
-    if (begin == 0) {
-      p->once.bound = static_cast<int32_t>(region.bytes / region.row);
-      begin = inboxes_.rows_at(region.bytes / region.row);
-    }
-    to.in_message = begin;
-    begin += InboxMap::align(region.bytes);
+    if (rows == 0) bound = region.bytes / region.row, end = inboxes_.rows_at(bound);
+    in_message[at] = end;
+    rows += region.bytes;
+    end += InboxMap::align(region.bytes);
   }
+  const bool worth = crossing_ == twCrossPerHost || rows >= kWorth;
+  if (rows == 0 || end > inboxes_.message || !worth) return;
+  for (int i = 0; i < number; ++i) p->regions[i].in_message = in_message[i];
+  p->once = host_rows(p->channel);
+  p->once.bound = static_cast<int32_t>(bound);
+  p->once.all = blocks.all ? 1 : 0;
+  p->sent = blocks.sent;
 }
 
 // Finds out whether ranks see what the network puts at their mates, and is right before its word tells of it: else
@@ -409,7 +400,7 @@ Status PostedTransport::pass_gate(const BackendInit& init, uint64_t tag) {
     Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(read_result(init.members[rank], reader));
     if (reader.get<bool>()) continue;
-    if (crossing_ == Crossing::kPerHost) {
+    if (crossing_ == twCrossPerHost) {
       return fail(twUnsupported,
                   "{} is per host, and rank {} does not see in time what the network writes to other devices of its "
                   "host",

@@ -80,7 +80,6 @@ class PostedTransport final : public StagedTransport {
   PostSignals signals_of(int channel) const;
   void add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const;
   PostParams params_of(const GroupView& view, const MovedStep& step, const Blocks& blocks) const;
-  bool cross_once(const Blocks& blocks) const;
   HostRows host_rows(int channel) const;
   void place_messages(const Blocks& blocks, PostParams* p) const;
   Status pass_gate(const BackendInit& init, uint64_t tag);
@@ -92,7 +91,7 @@ class PostedTransport final : public StagedTransport {
   WindowMap next_map_;
   PostsMap next_posts_;
   InboxMap next_inboxes_;
-  const Crossing crossing_;
+  const twCrossing_t crossing_;
   HostRoutes routes_;
   const int device_;
   const Topology topology_;
