@@ -121,6 +121,17 @@ def play(env: Any, plan: Plan) -> list[Any]:
         return Collector(env, group, plan).flights()
 
 
+def play_on(env: Any, name: str, plan: Plan) -> list[Any]:
+    """As `play`, on a group that is kept for further plans, and grows for those of more tokens."""
+    plan = player.possible(env, plan)
+    if name not in env.kept:
+        env.kept[name] = tw.Group(env.comm, timeout=PATIENT, **plan.setup.settings())
+    group = env.kept[name]
+    if plan.setup.max_tokens > group.max_tokens:
+        group.reserve(max_tokens=plan.setup.max_tokens)
+    return Collector(env, group, plan).flights()
+
+
 class Collector(player.Player):
     """One rank's way through a plan."""
 
@@ -129,7 +140,9 @@ class Collector(player.Player):
         self.plan = plan
 
     def flights(self) -> list[Any]:
-        return [self.some(flight) for flight in self.plan.flights]
+        got = [self.some(flight) for flight in self.plan.flights]
+        self.look_at_leases()
+        return got
 
     def some(self, flight: tuple[Any, ...]) -> Any:
         if isinstance(flight[0], Round):

@@ -11,7 +11,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import device_backend
 import emulated_backend
 import harness
 import pytest
@@ -47,21 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile("strict", derandomize=True)
         settings.load_profile("strict")
     harness.CHOSEN[:] = config.getoption("--backend") or ["cpu"]
-    devices = {"emulated", "emulated-alone", "emulated-hosts", "emulated-gin", "torch-emulated"}
-    if emulated := devices & set(harness.CHOSEN):
-        emulated_backend.prepare()
-        if lacking := emulated_backend.missing():
-            raise pytest.UsageError(f"--backend {min(emulated)}: {lacking}")
-        os.environ.setdefault("EXAMPLES", "25")
-    gpus = {"nvlink", "nvlink-alone", "nccl", "gin"} & set(harness.CHOSEN)
-    if not gpus:
-        return
-    # The suite expects a call's own errors from that call, as the CPU backend has it.
-    device_backend.prepare(blocking=True)
-    lacking = device_backend.missing()
-    if lacking:
-        raise pytest.UsageError(f"--backend {min(gpus)}: {lacking}")
-    os.environ.setdefault("EXAMPLES", "25")  # a device's time is dear, and the CPU's run has the many
+    if lacking := harness.prepare(harness.CHOSEN):
+        raise pytest.UsageError(lacking)
+    if (harness.ON_EMULATED | harness.ON_GPUS) & {*harness.CHOSEN}:
+        os.environ.setdefault("EXAMPLES", "25")  # a device's time is dear, and the CPU's run has the many
 
 
 def names(item: pytest.Item) -> list[str]:

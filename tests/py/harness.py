@@ -21,11 +21,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import device_backend
+import emulated_backend
 import gin_backend
 import numpy as np
 from device_backend import COMM_TIMEOUT, Cuda, OwnDevice
@@ -109,6 +111,19 @@ BACKENDS |= (
     }
 )
 CHOSEN = ["cpu"]  # backends that the tests run against: the option --backend
+ON_EMULATED = {"emulated", "emulated-alone", "emulated-hosts", "emulated-gin", "torch-emulated"}
+ON_GPUS = {"nvlink", "nvlink-alone", "nccl", "gin"}
+
+
+def prepare(chosen: Collection[str]) -> str | None:
+    """Sets the environment of this process and its children for backends, before anything calls CUDA or the library is
+    loaded. What they need and this machine has not, as a sentence."""
+    for some, made, options in ((ON_EMULATED, emulated_backend, {}), (ON_GPUS, device_backend, {"blocking": True})):
+        if backends := some & {*chosen}:
+            made.prepare(**options)  # tests expect a call's own errors from that call, as the CPU backend has it
+            if lacking := made.missing():
+                return f"--backend {min(backends)}: {lacking}"
+    return None
 
 
 def most_ranks(kind: str) -> int:

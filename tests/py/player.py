@@ -21,23 +21,15 @@ def play(env: Any, case: Case) -> list[list[Got]]:
         return Player(env, group, case, case.setup.calls(group)).flights()
 
 
-def play_on(env: Any, name: str, case: Case) -> list[list[Got]]:
-    """As `play`, on a group that is kept for further cases of the same setup."""
-    case = possible(env, case)
-    if name not in env.kept:
-        env.kept[name] = tw.Group(env.comm, timeout=PATIENT, **case.setup.settings())
-    return Player(env, env.kept[name], case).flights()
-
-
-def possible(env: Any, case: Case) -> Case:
-    """Without leases where the backend has none."""
+def possible(env: Any, case: Any) -> Any:
+    """A case, or a plan, without leases where the backend has none."""
     if "leases" not in env.backend.lacks:
         return case
     return replace(case, setup=replace(case.setup, lease_bytes=0))
 
 
 def close_kept(env: Any) -> None:
-    """Closes the groups that `play_on` kept."""
+    """Closes the groups that `collected.play_on` kept."""
     for name in sorted(env.kept):
         env.kept.pop(name).close()
 
@@ -58,10 +50,14 @@ class Player:
 
     def flights(self) -> list[list[Got]]:
         got = [self.flight(rounds) for rounds in self.case.flights]
+        self.look_at_leases()
+        return got
+
+    def look_at_leases(self) -> None:
+        """What came into leases is what it was."""
         for tensor, was in self.leased:
             now = self.array(tensor)
             assert np.array_equal(now.view(np.uint8), was.view(np.uint8)), "a lease was written to while it lived"
-        return got
 
     def pause(self) -> None:
         """The slow rank is late by a few milliseconds, now and then."""

@@ -5,9 +5,12 @@
     python tests/py/soak.py --rounds 0 --kills 50 --stops 20
     python tests/py/soak.py --rounds 0 --moves 2000
     python tests/netns/run_all.py --soak --rounds 10000 --kills 50     # between hosts, over a network that misbehaves
+    python tests/py/soak.py --backend gin --kind threads --ranks 4 --rounds 2000 --workers 8 --limit 280 \\
+        --crossing per_host per_rank --late 300    # between hosts' GPUs; docs/HOSTS.md says what NCCL needs for it
 
-Sizes, routings, channels and delays are random; every round is verified bit for bit. A rank that hangs
-ends the run with the stacks of all. In rounds with moves experts move while ranks die (moved_ranks.py).
+Sizes, modes, routings, channels and delays are random, and so are gathers and reduces between rounds and how groups
+grow (random_rounds.py); everything is verified bit for bit. A rank that hangs ends the run with the stacks of all. In
+rounds with moves experts move while ranks die (moved_ranks.py).
 After a kill every survivor must hold its error record within a
 second, after a stop within the timeout and a second; then the survivors shrink and verify again.
 """
@@ -15,20 +18,26 @@ second, after a stop within the timeout and a second; then the survivors shrink 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import collected
+import gin_backend
 import harness
 import mishaps
 import moved_ranks
 import player
-from cases import FLOATS, ROUTINGS, Case, Round, Setup, verify_case
+from random_rounds import MODES, grown, random_plan, random_setup
 
 BATCH = 50  # rounds between two meetings with the judge
 FEW, SOME = (2, 3, 4), (2, 3, 4, 5)  # ranks of random rounds, and of those of which one is struck
@@ -37,70 +46,34 @@ FEW, SOME = (2, 3, 4), (2, 3, 4, 5)  # ranks of random rounds, and of those of w
 # ---- random rounds -------------------------------------------------------------------------------
 
 
-def random_setup(rng: random.Random, ranks: int) -> Setup:
-    experts = rng.randint(1, 4 * ranks)
-    return Setup(
-        ranks=ranks,
-        experts=experts,
-        top_k=rng.randint(1, min(experts, 8)),
-        hidden=rng.choice((1, 3, 16, 17, 64)),
-        max_tokens=rng.choice((1, 5, 16, 24)),
-        dtype=rng.choice((*FLOATS, "uint8")),
-        payloads=rng.choice(((), ((1, "uint8"),), ((3, "float32"), (17, "int8")))),
-        combine_dtype=rng.choice(FLOATS),
-        lanes=rng.randint(1, 4),
-        id_space=rng.choice(("local", "global")),
-        row_alignment=rng.choice((None, 1, 4, 128)),
-    )
-
-
-def random_round(rng: random.Random, setup: Setup) -> Round:
-    most = rng.choice((0, 1, setup.max_tokens, setup.max_tokens))
-    tokens = tuple(rng.randint(0, most) for _ in range(setup.ranks))
-    after = rng.choice(("again", "late", "release", "special", "special", "reuse", "reuse"))
-    return Round(
-        tokens=tokens,
-        seed=rng.getrandbits(40),
-        routing=rng.choice(ROUTINGS),
-        bound=rng.choice((None, max(1, *tokens))),
-        layout=rng.choice(("rank_major", "expert_major", "grouped_by_bound")),
-        weighting=rng.choice(("none", "topk")),
-        rows=rng.choice(FLOATS),
-        out=rng.choice(FLOATS),
-        send_dispatch=rng.random() < 0.7,
-        send_combine=rng.random() < 0.5,
-        strided=rng.random() < 0.2,
-        own=rng.random() < 0.2,
-        **{after: True},
-    )
-
-
-def random_case(rng: random.Random, setup: Setup, count: int) -> Case:
-    flights = []
-    while count > 0:
-        size = min(rng.randint(1, setup.lanes), count)
-        flights.append(tuple(random_round(rng, setup) for _ in range(size)))
-        count -= size
-    slow = rng.choice((None, rng.randrange(setup.ranks)))
-    return Case(setup, tuple(flights), slow=slow, order=rng.getrandbits(30))
-
-
-def soak(rounds: int, seed: int, ranks: Sequence[int] = FEW, say: Any = None, backend: str = "cpu") -> int:
-    """Verifies so many rounds. A group lives for a few batches, so channels reach high steps."""
+def soak(
+    rounds: int,
+    seed: int,
+    ranks: Sequence[int] = FEW,
+    say: Any = None,
+    backend: str = "cpu",
+    kind: str = "processes",
+) -> int:
+    """Verifies so many rounds. A group lives for a few batches, so channels reach high steps; between some it grows."""
     rng = random.Random(seed)
+    lacks = harness.BACKENDS[backend].lacks
     done = 0
     while done < rounds:
-        setup = random_setup(rng, rng.choice(ranks))
-        world = harness.Processes(backend, setup.ranks)
+        setup = random_setup(rng, rng.choice(ranks), MODES)
+        if "leases" in lacks:
+            setup = replace(setup, lease_bytes=0)
+        own = setup.default_bound
+        world = harness.WORLDS[kind](backend, setup.ranks)
         for _ in range(rng.randint(1, 4)):
             count = min(BATCH, rounds - done)
-            case = random_case(rng, setup, count)
-            verify_case(case, world.run(player.play_on, "soak", case, timeout=harness.HANGS))
+            plan = random_plan(rng, setup, own, count, "collectives" not in lacks)
+            collected.judge(plan, world.run(collected.play_on, "soak", plan, timeout=harness.HANGS))
             done += count
             if say:
                 say(f"{done} of {rounds} rounds")
             if done >= rounds:
                 break
+            setup = grown(rng, setup)
         world.run(player.close_kept, timeout=harness.HANGS)
     return done
 
@@ -180,7 +153,59 @@ def suffer(
             say(f"{n + 1} of {len(numbers)}: {result}")
 
 
-def main() -> int:
+# ---- rounds that processes share -----------------------------------------------------------------
+
+
+def variables(worker: int, args: argparse.Namespace) -> dict[str, str]:
+    """What one of the processes finds in its environment: every way for rows to cross in turns, and what the network
+    does late in every other of them."""
+    named = {"TOKENWAY_EMULATOR_SEED": str(args.seed + worker)}
+    if args.crossing:
+        named[gin_backend.CROSSING] = args.crossing[worker % len(args.crossing)]
+    if args.late and worker // max(1, len(args.crossing)) % 2 == 0:
+        named |= {"TOKENWAY_GIN_SEED": str(args.seed + worker + 1), "TOKENWAY_GIN_DELAY_US": str(args.late)}
+    return named
+
+
+def follow(worker: int, process: subprocess.Popen[str], done: list[int], say: Any) -> None:
+    """Shows what a process says, and keeps how many rounds it has verified."""
+    for line in process.stdout or ():
+        if found := re.search(r"(\d+) of \d+ rounds", line):
+            done[worker] = int(found[1])
+        else:
+            say(f"{worker}: {line.rstrip()}")
+
+
+def share(args: argparse.Namespace, say: Any) -> tuple[int, bool]:
+    """The rounds shared out among processes, each with a seed and ranks of its own: groups may take seconds to make.
+    How many were verified, and whether each process has ended well in time."""
+    done, processes, readers = [0] * args.workers, [], []
+    for worker in range(args.workers):
+        rounds = args.rounds // args.workers + (worker < args.rounds % args.workers)
+        line = [sys.executable, __file__, "--rounds", str(rounds), "--seed", str(args.seed + worker)]
+        line += ["--backend", args.backend, "--kind", args.kind, "--limit", str(args.limit)]
+        line += ["--ranks", *map(str, args.ranks)] if args.ranks else []
+        environment = os.environ | variables(worker, args)
+        process = subprocess.Popen(
+            line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        processes.append(process)
+        readers.append(threading.Thread(target=follow, args=(worker, process, done, say), daemon=True))
+        readers[-1].start()
+    until, well = time.monotonic() + args.limit + harness.AT_ONCE, True
+    for worker, process in enumerate(processes):
+        try:
+            code = process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        readers[worker].join(harness.AT_ONCE)
+        well &= code == 0
+        say(f"{worker}: {done[worker]} rounds of seed {args.seed + worker}, exit code {code}")
+    return sum(done), well
+
+
+def chosen() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10000)
     parser.add_argument("--kills", type=int, default=0)
@@ -190,20 +215,42 @@ def main() -> int:
     parser.add_argument("--backend", default="cpu", choices=list(harness.BACKENDS))
     parser.add_argument("--ranks", type=int, nargs="+", help="of which each round takes some")
     parser.add_argument("--busy", action="store_true", help="nobody says how soon survivors notice")
+    parser.add_argument("--kind", default="processes", choices=list(harness.WORLDS), help="what ranks of rounds are")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the rounds, if more than one")
+    parser.add_argument("--limit", type=float, default=0, help="seconds in which all is over; 0: no limit")
+    parser.add_argument("--crossing", nargs="+", default=[], help="how rows cross between hosts' GPUs, in turns")
+    parser.add_argument("--late", type=int, default=0, help="microseconds by which tests/gin's network may be late")
     args = parser.parse_args()
-    print(f"seed {args.seed}")
+    if args.workers > 1 and (args.kills or args.stops or args.moves or not args.limit):
+        parser.error("processes share rounds alone, and within a limit")
+    return args
+
+
+def main() -> int:
+    args = chosen()
+    print(f"seed {args.seed}", flush=True)
     begin = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - begin:8.1f} s  {text}", flush=True)
 
+    if args.workers > 1:
+        passed, well = share(args, say)
+        say(f"{passed} of {args.rounds} rounds passed")
+        return 0 if well and passed == args.rounds else 1
+    os.environ |= variables(0, args)
+    if lacking := harness.prepare([args.backend]):
+        print(lacking, file=sys.stderr)
+        return 1
+    if args.limit:
+        faulthandler.dump_traceback_later(args.limit, exit=True)
     try:
         common = {"say": say, "backend": args.backend}
         suffer(args.kills, args.stops, args.seed, timed=not args.busy, ranks=args.ranks or SOME, **common)
         if args.moves:
             moved_ranks.play(args.moves, args.seed, say=say)
             moved_ranks.play(args.moves // 20, args.seed, kind="processes", say=say)
-        soak(args.rounds, args.seed, ranks=args.ranks or FEW, **common)
+        soak(args.rounds, args.seed, ranks=args.ranks or FEW, kind=args.kind, **common)
     finally:
         harness.POOL.reset()
     say("all verified")
