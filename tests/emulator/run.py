@@ -57,6 +57,7 @@ GIN = {
     "posts": "posted or tell_of or a_gather",
     "crossing": "puts_to_one_rank or mates_do_not_see or no_crossing or cross_otherwise",
     "bench_gin": "test_pairs",
+    "window_images": "high_throughput-per_host",
     "exchange": "test_ranks or no_tokens or sizes_change or in_flight or slow_rank or scales",
     "throughput": "test_ranks",
     "collectives": "test_ranks or sizes_change or in_flight",
@@ -105,7 +106,8 @@ def main(arguments: list[str]) -> int:
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     if "--gin" in arguments:
         arguments = [a for a in arguments if a != "--gin"]
-        names, backend = (tuple(GIN) if chosen else ("posts", "crossing", "bench_gin", *names)), "emulated-gin"
+        own = ("posts", "crossing", "bench_gin", "window_images")
+        names, backend = (tuple(GIN) if chosen else (*own, *names)), "emulated-gin"
         if quick:
             os.environ["EXAMPLES"] = "2"
             chosen[1] += f" and ({' or '.join(GIN.values())})"

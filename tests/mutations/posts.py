@@ -1,10 +1,12 @@
-"""Mutations of what kernels post between hosts (src/cuda/transport/posted.cc, src/cuda/step/post.cu, pull.cu)."""
+"""Mutations of what kernels post between hosts (src/cuda/transport/posted.cc, src/cuda/step/post.cu, pull.cu), and of
+what puts it together (src/cuda/view/staged.cu)."""
 
 from mutation import Edit, Mutation
 
 POST = "src/cuda/step/post.cu"
 PULL = "src/cuda/step/pull.cu"
 POSTED = "src/cuda/transport/posted.cc"
+LANDED = "src/cuda/view/staged.cu"
 
 TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, pack(told));\n"
 REGIONS = "  for (int i = 0; i < p.count; ++i) {\n    const PostRegion& region = p.regions[i];\n    if (message"
@@ -127,5 +129,16 @@ POSTS = (
         "throughput",
         "test_ranks",
         Edit(POSTED, "blocks.land ? NetPlace{arrivals_.number, to} : in_window(to)", "in_window(to)"),
+    ),
+    _posts(
+        "rows that arrived lack the end of their metadata",
+        "S9",
+        "window_images",
+        "high_throughput-per_rank",
+        Edit(
+            LANDED,
+            "bank + map.meta_begin() + to * meta, meta, rows, to)",
+            "bank + map.meta_begin() + to * meta, meta - 1, rows, to)",
+        ),
     ),
 )
