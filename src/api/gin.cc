@@ -31,7 +31,7 @@ Status agree_on_crossing(int device, tw::api::MetHosts* met) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     tw::Unpacker reader(all[rank].bytes);
     TW_RETURN_IF_FAILED(tw::read_result(static_cast<int>(rank), reader));
-    if (!reader.get<bool>()) met->hosts->crossing = twCrossPerRank;
+    if (!reader.get<bool>()) met->hosts->reads_mates = false;
   }
   return {};
 }

@@ -187,16 +187,14 @@ Status check_memory(const twComm& comm, const GroupConfig& config, const std::ve
   uint64_t needed = config.map.bytes() - there;
   auto ranks = static_cast<int32_t>(members.size());  // on this host
   FreeMemory free = find_free_memory();
+  const Topology topology = comm.hosts != nullptr ? comm.hosts->topology(members) : Topology{};
+  const bool folds = topology.divides_into(Domains::make(config.given.domain, ranks).size);
   if (comm.posts()) {
     const uint64_t loads = there > 0 ? 0 : config.map.room().loads;  // which do not grow
     needed += PostsMap::make(config.map, loads).bytes();
-    if (comm.hosts->crossing != twCrossPerRank) {
-      needed += InboxMap::make(comm.hosts->topology(members), config.map).bytes();
-    }
+    needed += InboxMap::make(topology, config.map, comm.hosts->uses_of_inboxes(folds)).bytes();
   } else if (comm.hosts != nullptr) {
-    const Topology topology = comm.hosts->topology(members);
     const auto me = std::find(members.begin(), members.end(), comm.bootstrap->rank()) - members.begin();
-    const bool folds = topology.divides_into(Domains::make(config.given.domain, ranks).size);
     needed += HostsMap::make(topology, config.map, std::max(1, config.given.token_replicas), folds).bytes();
     ranks = static_cast<int32_t>(topology.mates(static_cast<int>(me)).size());
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bootstrap/bootstrap.h"
+#include "layout/inbox_map.h"
 #include "layout/topology.h"
 
 namespace tw {
@@ -23,6 +24,7 @@ struct Hosts {
   std::vector<int> local;            // [comm's ranks] of those of this host: its rank in `among`
   std::unique_ptr<Bootstrap> among;  // the ranks of this host alone; NULL: the comm's own carries descriptors
   twCrossing_t crossing = twCrossFaster;
+  bool reads_mates = true;  // of devices: whether each sees in order what a network writes to the others of its host
   // Connects the ranks of a group. Collective among the meeting's members.
   std::function<Status(const net::Meeting&, std::unique_ptr<net::Engine>*)> connect;
 
@@ -34,6 +36,10 @@ struct Hosts {
     }
     return found;
   }
+  // Whether rows may go to each host of devices once, to be read there by all its ranks.
+  bool crosses_once() const { return crossing != twCrossPerRank && reads_mates; }
+  // Of a group between devices; `folds`: its domains are hosts.
+  InboxUses uses_of_inboxes(bool folds) const { return {crosses_once(), folds && crossing != twCrossPerRank}; }
   // Of a group's ranks, which are these of the comm.
   Topology topology(std::span<const int> members) const {
     std::vector<int> names;

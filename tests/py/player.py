@@ -121,8 +121,9 @@ class Player:
     def combine_all(self, rounds: Any, handles: Any, rows: list[Any], got: list[Got]) -> None:
         sent = [i for i, r in enumerate(rounds) if r.send_combine and not r.release]
         pending = {}
-        in_parts = self.setup.inbox_tokens is not None  # each waits for the ranks to send its parts
-        for i in sent if in_parts else self.own_order(sent):
+        # Parts wait for the ranks to send them, and whoever folds partials of its host for those of its mates.
+        in_one_order = self.setup.inbox_tokens is not None or self.setup.domain > 1
+        for i in sent if in_one_order else self.own_order(sent):
             self.pause()
             pending[i] = self.combine(rounds[i], handles[i], rows[i], True)
         # Token replicas wait for each other when a combine is completed.

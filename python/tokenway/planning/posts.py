@@ -2,8 +2,8 @@
 
 As docs/PROTOCOL_ON_DEVICES.md has it, "Between hosts on devices": each rank posts to each rank of another host, a put
 for each part of its rows if there are any, a put of what it tells of the step, and one add. Rows of a dispatch or
-gather that cross once for each host are in a message to one rank there. The bytes of rows are those of `model.links`
-for the ways "direct" and "pull"; a closed form counts no notes and lists.
+gather that cross once for each host are in a message to one rank there, and folds of a host in one to each owner. The
+bytes of rows are those of `model.links` for the ways "direct" and "pull"; a closed form counts no notes and lists.
 """
 
 from __future__ import annotations
@@ -103,6 +103,20 @@ def _arrays(posts: Posts) -> tuple[Array, Array, Array]:
 def combine(to_ranks: Array, hosts: Sequence[int], row: int) -> Posts:
     """The combine of that dispatch, of partials of so many bytes."""
     return mesh(to_ranks.T, (row,), hosts)
+
+
+def combine_folded(from_hosts: Array, hosts: Sequence[int], row: int, bound: int) -> Posts:
+    """A combine by domain where domains are hosts, whose partials are folded before they travel. from_hosts: int [N,
+    hosts], how many of an owner's tokens have a partial of a host. bound: the tokens of a list, which goes with folds.
+    """
+    of = np.asarray(hosts)
+    posts = mesh(np.zeros((len(of), len(of)), np.int64), (), hosts)
+    for rank, keepers in enumerate(_keepers(of)):
+        for owner in keepers.values():
+            folds = int(from_hosts[owner, of[rank]])
+            posts.puts[rank, owner] += 2 * (folds > 0)
+            posts.bytes[rank, owner] += (folds > 0) * (HEAD + LISTED * bound) + folds * row
+    return posts
 
 
 def counts(hosts: Sequence[int], local_experts: int) -> Posts:

@@ -107,6 +107,20 @@ __device__ inline Quad round_to(twDtype_t wire, const Quad& quad) {
   return wire == twFloat32 ? quad : widen_word(wire, narrow_word(wire, quad));
 }
 
+// How sums are by domain.
+struct ByDomain {
+  Domains domains;
+  bool folded;
+};
+// Of the terms listed, bit by bit, those whose rows are to be read where other domains' rows have come as one: of these
+// the first of each domain. `before`: the domain of the last term before them, -1 for none.
+__device__ inline uint32_t firsts_of(const ByDomain& by, int me, const Listed& of, int32_t before) {
+  const int32_t domain = (of.there >> lane() & 1) != 0 ? by.domains.of(of.rank) : -1;
+  const int32_t previous = __shfl_sync(~0u, domain, max(lane() - 1, 0));  // terms of partials have no gaps
+  const bool follows = domain == (lane() == 0 ? before : previous);
+  return __ballot_sync(~0u, domain >= 0 && (domain == by.domains.of(me) || !follows));
+}
+
 // The fold of the domain whose terms come, and the sum behind those before; alike in all threads of a warp but for the
 // words.
 struct Fold {
@@ -128,7 +142,7 @@ __device__ inline void end_fold(twDtype_t wire, Fold* fold, Quad (&sum)[kGroups]
 // Sums up to kGroups groups of a token. `fan`: its terms, per rank; `first`: the first of them. `kFolds`: by `domains`,
 // perhaps without a bias. False if packets did not come.
 template <bool kFolds>
-__device__ bool sum_from_bias(const Sum& s, const BiasParams& q, Domains domains, int token, int fan,
+__device__ bool sum_from_bias(const Sum& s, const BiasParams& q, const ByDomain& by, int token, int fan,
                               const Listed& first, const Tile& tile) {
   const CombineParams& p = s.p;
   const ChoicesParams& c = q.call;
@@ -149,7 +163,7 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, Domains domains
 #pragma unroll 1
   for (int base = 0; base < most; base += 32) {
     const Listed of = base == 0 ? first : list_terms(s, c, token, fan, base);
-    uint32_t left = of.there;
+    uint32_t left = kFolds && by.folded ? firsts_of(by, s.me(), of, fold.domain) : of.there;
 #pragma unroll 1
     while (left != 0) {
       const Two two = expect_terms_of(s, of, tile, &left, &parts);
@@ -160,10 +174,10 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, Domains domains
       }
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
-        const bool begins = kFolds && two.here[t] && domains.of(two.rank[t]) != fold.domain;
+        const bool begins = kFolds && two.here[t] && by.domains.of(two.rank[t]) != fold.domain;
         if (begins) {
           end_fold(p.wire_dtype, &fold, sum);
-          fold.domain = domains.of(two.rank[t]);
+          fold.domain = by.domains.of(two.rank[t]);
         }
         Quad(&to)[kGroups][2] = kFolds ? fold.words : sum;
 #pragma unroll
@@ -181,7 +195,7 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, Domains domains
 }
 
 template <bool kFolds>
-__device__ void sum_all_from_bias(const Sum& s, const BiasParams& q, Domains domains) {
+__device__ void sum_all_from_bias(const Sum& s, const BiasParams& q, const ByDomain& by) {
   const CombineParams& p = s.p;
   const bool per_rank = p.group.map.shape().per_expert == 0;
   const Shares shares = received_shares(p.roles);
@@ -201,20 +215,20 @@ __device__ void sum_all_from_bias(const Sum& s, const BiasParams& q, Domains dom
 #pragma unroll 1
     for (uint32_t begin = tile.begin; begin < tile.end && here; begin += kGroups) {
       const Tile groups{tile.number, begin, min(tile.end, begin + kGroups), 1};
-      here = sum_from_bias<kFolds>(s, q, domains, token, terms.fan, first, groups);
+      here = sum_from_bias<kFolds>(s, q, by, token, terms.fan, first, groups);
     }
     if (!here) give_up_token(s, token);
   }
 }
 
 template <bool kFolds>
-__device__ inline void make_sums(const BiasParams& q, Domains domains) {
+__device__ inline void make_sums(const BiasParams& q, const ByDomain& by) {
   const CombineParams& p = q.call.call;
   Sum s{p, Step{0, p.channel, p.bound, twPhaseCombine, p.rows_digest}};
   await_earlier();
   if (!begin_sums(&s)) return;
   conclude_step(s, [&] {
-    if (s.sums()) sum_all_from_bias<kFolds>(s, q, domains);
+    if (s.sums()) sum_all_from_bias<kFolds>(s, q, by);
   });
 }
 
@@ -222,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1) bias_kernel(const __grid_constant
   make_sums<false>(q, {});
 }
 __global__ void __launch_bounds__(kThreads, 1) domains_kernel(const __grid_constant__ DomainParams q) {
-  make_sums<true>(q.sums, q.domains);
+  make_sums<true>(q.sums, {q.domains, q.folded != 0});
 }
 
 }  // namespace

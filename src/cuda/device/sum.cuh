@@ -154,16 +154,12 @@ __device__ inline uint4 narrow_vector(const Quad& low, const Quad& high) {
                     narrow_two(kWire, high.v[0], high.v[1]), narrow_two(kWire, high.v[2], high.v[3]));
 }
 
-// Sums vectors first, first + 32, ... below `end` of a set's partial, where sums_fit. A sum of one term without a
-// weight is that term, bit for bit.
+// Sums vectors first, first + 32, ... below `end` of rows that are of the wire's type and allow vectors, in their
+// order. A sum of one term without a weight is that term, bit for bit.
 template <twDtype_t kWire, int kAtOnce>
-__device__ inline void sum_partial(const CombineParams& p, int set, uint32_t first, uint32_t end,
-                                   uint4 (&bits)[kAtOnce]) {
+__device__ inline void sum_vectors(const std::byte* const* rows, const float* weights, bool weighted, int count,
+                                   uint32_t first, uint32_t end, uint4 (&bits)[kAtOnce]) {
   constexpr int kRows = 4;  // rows that are on their way at once
-  const int top_k = p.group.map.shape().top_k;
-  const auto rows = shared_at<const std::byte*>(p.at.rows) + set * top_k;
-  const auto weights = shared_at<float>(p.at.weights) + set * top_k;
-  const int count = shared_at<int32_t>(p.at.row_counts)[set];
   Quad low[kAtOnce] = {};
   Quad high[kAtOnce] = {};
 #pragma unroll 1
@@ -178,7 +174,7 @@ __device__ inline void sum_partial(const CombineParams& p, int set, uint32_t fir
         if (first + 32 * u < end) term[t][u] = load_fresh<uint4>(row + first + 32 * u);
       }
     }
-    if (count == 1 && !p.weighted) {
+    if (count == 1 && !weighted) {
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) bits[u] = term[0][u];
       return;
@@ -191,7 +187,7 @@ __device__ inline void sum_partial(const CombineParams& p, int set, uint32_t fir
         Quad a = widen_word(kWire, low_half(term[t][u]));
         Quad b = widen_word(kWire, high_half(term[t][u]));
 #pragma unroll
-        for (int e = 0; p.weighted && e < 4; ++e) {
+        for (int e = 0; weighted && e < 4; ++e) {
           a.v[e] = __fmul_rn(weights[j + t], a.v[e]);
           b.v[e] = __fmul_rn(weights[j + t], b.v[e]);
         }
@@ -202,6 +198,15 @@ __device__ inline void sum_partial(const CombineParams& p, int set, uint32_t fir
   }
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) bits[u] = narrow_vector<kWire>(low[u], high[u]);
+}
+// Does so with a set's partial, where sums_fit.
+template <twDtype_t kWire, int kAtOnce>
+__device__ inline void sum_partial(const CombineParams& p, int set, uint32_t first, uint32_t end,
+                                   uint4 (&bits)[kAtOnce]) {
+  const int top_k = p.group.map.shape().top_k;
+  sum_vectors<kWire, kAtOnce>(shared_at<const std::byte*>(p.at.rows) + set * top_k,
+                              shared_at<float>(p.at.weights) + set * top_k, p.weighted != 0,
+                              shared_at<int32_t>(p.at.row_counts)[set], first, end, bits);
 }
 
 __device__ inline float load_element(const std::byte* row, twDtype_t dtype, int64_t i) {

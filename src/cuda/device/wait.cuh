@@ -461,16 +461,6 @@ __device__ inline void publish_empty(const GroupView& g, const Step& step, Mode 
   }
 }
 
-// Waits, by a block, until all ranks' signals of a step have come, whatever they say.
-__device__ inline void await_all(const GroupView& g, const Step& step, Look look) {
-  for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
-    const Source source = await_source(g, step, i, look, true);
-    if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.signal);
-    if (source.error == twPeerAborted) report_stopped(g, step, i, source.signal);
-  }
-  __syncthreads();
-}
-
 // Waits, by a block, until all ranks have left out a step without rows. False if the wait failed.
 __device__ __noinline__ static bool await_skip(const GroupView& g, Step skipped) {
   bool passed = true;

@@ -348,7 +348,10 @@ Status NvlinkBackend::run_sums(const CombineCall& call, const ChoicesParams& cho
   const std::byte* const first = from.data == nullptr ? nullptr : from.data + p.part.first_token * from.stride;
   const BiasRows bias{first, from.stride, from.dtype, fits ? 1 : 0};
   const Domains& domains = context_.domains;
-  if (domains.fold()) return launched("sums by domain", launch_domains({{choices, bias}, domains}, call.stream));
+  if (domains.fold()) {
+    const DomainParams params{{choices, bias}, domains, folds(call) ? 1 : 0};
+    return launched("sums by domain", launch_domains(params, call.stream));
+  }
   if (call.sent.scales == twScalesNone) return launched("sums from a bias", launch_bias({choices, bias}, call.stream));
   return launched("sums from a bias", launch_fp8_bias({fp8_of(call, p), bias}, call.stream));
 }

@@ -170,7 +170,16 @@ Status NvlinkBackend::make_dispatch(const DispatchCall& call, HandleArrays& hand
 
 Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle, bool sends) {
   return make(
-      call, twPhaseCombine, sends, [&] { return combined(call.sent.map, call.bound, call.sent.values); },
+      call, twPhaseCombine, sends,
+      [&] {
+        Blocks blocks = combined(call.sent.map, call.bound, call.sent.values);
+        const Shape& rows = call.sent.map.shape();
+        const HandleView view = view_of(handle, rows);
+        blocks.folds = folds(call);
+        blocks.sent = {handle.routing.tokens, rows.fan_out(), view.fan, view.destinations};
+        blocks.returned = {view.meta, rows.exact() ? view.source : nullptr, 1 + rows.top_k, call.sent.wire};
+        return blocks;
+      },
       [&](bool send, bool receive) -> Status {
         if (send) TW_RETURN_IF_FAILED(put_values(call, handle));
         TW_RETURN_IF_FAILED(run_combine(call, handle, send, receive));

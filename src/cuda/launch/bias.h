@@ -31,6 +31,7 @@ struct BiasParams {
 struct DomainParams {
   BiasParams sums;
   Domains domains;
+  int32_t folded;  // 1: partials of another domain than this rank's have come as one, the first's (launch/folds.h)
 };
 struct Fp8BiasParams {
   Fp8Params call;

@@ -88,6 +88,10 @@ struct HostRows {
   uint32_t* rows;                // [others] how many rows a message has, if not all; 0 between steps
 };
 
+// Which ranks a post serves: where partials are folded on the way, first all but the owners for whom this rank folds,
+// as its mates wait for it before they fold; then these.
+enum class Served : int32_t { kAll, kOthers, kOwners };
+
 // Which tokens a dispatch has sent where, as its handle keeps it.
 struct SentTokens {
   int32_t tokens;
@@ -116,6 +120,7 @@ struct PostParams {
   int32_t parts;  // blocks that copy to one rank of this host; a network's puts take a thread
   int32_t first;  // ranks from here on, so many, get regions; signals go to all
   int32_t ranks;
+  Served served;
   int32_t loads;      // the region that has load statistics: its banks go by dispatches; -1: none
   uint32_t* arrived;  // [N] counters that are 0: blocks that have copied for a rank
   HostRows once;
@@ -130,7 +135,8 @@ struct PaceParams {
   PostSignals signals;
   twPhase_t phase;
   int32_t channel;
-  int32_t bank;  // that the step must have
+  int32_t bank;   // that the step must have
+  int32_t local;  // ranks of each host, neighbours, where those of other hosts fold for this one; else 0
 };
 
 // Of the test whether ranks of this host see what the network has put into a mate's inbox as soon as that one's word

@@ -13,6 +13,7 @@
 #include "cuda/launch/loading.h"
 #include "cuda/launch/posts.h"
 #include "cuda/step/posted.cuh"
+#include "cuda/step/waits.cuh"
 #include "cuda/transport/net.cuh"
 
 namespace tw::cuda {
@@ -59,7 +60,8 @@ __device__ void put_message(const PostParams& p, int bank, int message, const Si
   };
   if (once.all == 0) {
     once.rows[message] = 0;  // for the next step's kernel
-    const auto listed = static_cast<uint64_t>(route.ranks) * static_cast<uint64_t>(p.sent.tokens);
+    const auto lists = static_cast<uint64_t>(p.served == Served::kOwners ? 1 : route.ranks);
+    const uint64_t listed = lists * static_cast<uint64_t>(p.sent.tokens);
     put(0, beyond(once.from, here), InboxMap::kHead + sizeof(uint32_t) * listed);
   }
   for (int i = 0; i < p.count; ++i) {
@@ -78,16 +80,16 @@ __global__ void __launch_bounds__(kPostThreads) post_kernel(const __grid_constan
   const int rank = (g.me + 1 + static_cast<int>(blockIdx.x) / p.parts) % g.map.shape().ranks;
   const int part = static_cast<int>(blockIdx.x) % p.parts;
   const bool near = p.signals.near.begins[rank] != nullptr;
-  if (!near && part != 0) return;
+  const int message = p.once.ranks != nullptr ? p.once.ranks[rank].message : -1;
+  const bool keeps = message >= 0 && p.once.messages[message].peer == rank;
+  if ((!near && part != 0) || (p.served != Served::kAll && keeps != (p.served == Served::kOwners))) return;
   const uint64_t number = next_step(g, p.channel);
   const auto bank = static_cast<int>(number & 1);
   const Signal told = told_of(g, p.signals, bank, rank);
   if (__syncthreads_or(is_sticky(g) || !is_made(told, number)) != 0) return;
   const bool served = rank >= p.first && rank < p.first + p.ranks;
-  const int message = p.once.ranks != nullptr ? p.once.ranks[rank].message : -1;
-  if (message >= 0 && brings(told.mode) && p.once.messages[message].peer == rank && threadIdx.x == 0) {
+  if (keeps && p.served != Served::kOthers && brings(told.mode) && threadIdx.x == 0)
     put_message(p, bank, message, told);
-  }
   for (int i = 0; i < p.count; ++i) {
     const PostRegion& region = p.regions[i];
     if (message >= 0 && region.in_message != 0) continue;
@@ -141,7 +143,12 @@ __global__ void __launch_bounds__(kPaceThreads) await_signals_kernel(const __gri
   const Step step{next_step(g, p.channel), p.channel, 0, p.phase};
   const Signal own = told_of(g, p.signals, step.bank(), g.me);
   if (is_sticky(g) || !is_made(own, step.number)) return;
-  await_all(g, step, Look::kSignal);
+  // Whoever folds for this rank waits for its mates, so it is to blame only if these have told of the step.
+  const auto folds = [&](int rank) {
+    return p.local > 0 && rank / p.local != g.me / p.local && rank % p.local == g.me % p.local;
+  };
+  await_ranks(g, step, Look::kSignal, [&](int rank) { return !folds(rank); });
+  if (p.local > 0) await_ranks(g, step, Look::kSignal, folds);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "cuda/launch/loading.h"
 #include "cuda/launch/posts.h"
 #include "cuda/launch/steps.h"
+#include "cuda/step/waits.cuh"
 
 namespace tw::cuda {
 
@@ -39,6 +40,7 @@ int load_index_lists(const Shape& shape);
 int load_source_counts(const Shape& shape);
 int load_land();
 int load_posts();
+int load_folds();
 
 namespace {
 
@@ -163,6 +165,7 @@ int load_kernels(const Shape& shape) {
   }
   if (const int error = load_posts(); error != 0) return error;
   if (const int error = load_pulls(); error != 0) return error;
+  if (const int error = load_folds(); error != 0) return error;
   return load_land();
 }
 

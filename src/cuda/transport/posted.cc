@@ -17,9 +17,11 @@
 namespace tw::cuda {
 namespace {
 
-// Meetings, as offsets from a tag. The first three are among the ranks of a host.
+// Meetings, as offsets from a tag, in the order in which they are (bootstrap/socket.h). The first four are among the
+// ranks of a host.
 enum PostedStage : uint64_t {
   kWindowStage,
+  kOutStage,
   kArrivalsStage,
   kInboxStage,
   kReadyStage,
@@ -59,9 +61,11 @@ PostedTransport::PostedTransport(const BackendInit& init, const Topology& topolo
     : map_(init.context->map),
       posts_(PostsMap::make(map_, map_.room().loads)),
       crossing_(init.hosts->crossing),
+      uses_(init.hosts->uses_of_inboxes(topology.divides_into(init.context->domains.size))),
+      crosses_once_(uses_.rows),
       device_(init.device),
       topology_(topology) {
-  if (crossing_ != twCrossPerRank) inboxes_ = InboxMap::make(topology_, map_);
+  inboxes_ = InboxMap::make(topology_, map_, uses_);
 }
 
 PostedTransport::~PostedTransport() {
@@ -97,7 +101,7 @@ Status PostedTransport::create(const BackendInit& init, uint64_t tag, DeviceWind
   if (posted->inboxes_.message != 0) {
     TW_RETURN_IF_FAILED(posted->add(init, tag + kAddInboxStage, posted->inbox_, 0, posted->inboxes_.inbox_bytes(),
                                     &posted->inbox_.number));
-    TW_RETURN_IF_FAILED(posted->pass_gate(init, tag));
+    if (posted->crosses_once_) TW_RETURN_IF_FAILED(posted->pass_gate(init, tag));
   }
   // Kernels find the own window alone by the group's tables: what is for others goes out by this transport.
   *windows = posted->window_.near;
@@ -115,7 +119,7 @@ Status PostedTransport::make(const BackendInit& init, uint64_t tag, const Status
   Status ready = mapped;
   if (posts_.told > INT32_MAX) ready = fail(twUnsupported, "load statistics of so many ranks and experts do not fit");
   if (ready.ok()) ready = tabulate(near, &window_);
-  if (ready.ok()) ready = make_outgoing(init, posts_.outgoing_bytes() + inboxes_.outgoing_bytes(), &out_);
+  ready = make_outgoing(init, near, tag + kOutStage, ready, posts_.outgoing_bytes() + inboxes_.outgoing_bytes(), &out_);
   if (map_.shape().exact()) ready = share(near, tag + kArrivalsStage, ready, posts_.arrival_bytes(), &arrivals_);
   if (inboxes_.message != 0) ready = share(near, tag + kInboxStage, ready, inboxes_.inbox_bytes(), &inbox_);
   TW_RETURN_IF_FAILED(std::move(ready));
@@ -136,8 +140,11 @@ Status PostedTransport::share(const Near& near, uint64_t tag, const Status& read
   return tabulate(near, memory);
 }
 
-// What goes out nobody else maps.
-Status PostedTransport::make_outgoing(const BackendInit& init, uint64_t bytes, Memory* memory) const {
+// What goes out nobody else maps, unless mates fold it.
+Status PostedTransport::make_outgoing(const BackendInit& init, const Near& near, uint64_t tag, const Status& ready,
+                                      uint64_t bytes, Memory* memory) {
+  if (uses_.folds) return share(near, tag, ready, bytes, memory);
+  TW_RETURN_IF_FAILED(ready);
   const Driver* driver = nullptr;
   TW_RETURN_IF_FAILED(find_driver(&driver));
   std::shared_ptr<DeviceMapping> own;
@@ -186,13 +193,13 @@ Status PostedTransport::prepare_growth(const BackendInit& init, WindowMap* grown
   next_map_ = *grown;
   next_posts_ = PostsMap::make(*grown, 0);
   next_posts_.told = posts_.told;  // load statistics stay what they are
-  next_inboxes_ = inboxes_.message != 0 ? InboxMap::make(topology_, *grown) : InboxMap{};
+  next_inboxes_ = InboxMap::make(topology_, *grown, uses_);
   next_out_ = next_arrivals_ = next_inbox_ = {};
   const uint64_t outgoing = next_posts_.outgoing_bytes() + next_inboxes_.outgoing_bytes();
   const uint64_t arriving = arrivals_.number >= 0 ? next_posts_.arrival_bytes() : 0;
   const uint64_t inboxes = next_inboxes_.inbox_bytes();
   Status ready = grow_device_windows(near.init, init.tag + kWindowStage, *grown, window_.near);
-  if (ready.ok()) ready = make_outgoing(init, outgoing, &next_out_);
+  ready = make_outgoing(init, near, init.tag + kOutStage, ready, outgoing, &next_out_);
   if (arriving > 0) ready = share(near, init.tag + kArrivalsStage, ready, arriving, &next_arrivals_);
   if (inboxes > 0) ready = share(near, init.tag + kInboxStage, ready, inboxes, &next_inbox_);
   TW_RETURN_IF_FAILED(agree(*init.bootstrap, init.members, init.tag + kReadyStage, init.deadline, kConnectingDevices,
@@ -287,7 +294,8 @@ void PostedTransport::add_regions(const WindowMap& map, int channel, const Block
 
 Status PostedTransport::begin(const GroupView& view, const MovedStep& step) {
   if (!step.has_bank) return {};
-  const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, step.at.bank()};
+  const PaceParams p{view, network_->view(), signals_of(step.at.channel), step.phase, step.at.channel, step.at.bank(),
+                     0};
   return launched("a step that is left out", launch_pace(p, step.stream));
 }
 
@@ -317,6 +325,7 @@ Status PostedTransport::start(const GroupView& view, const MovedStep& step, cons
   const auto mates = static_cast<int>(topology_.mates(view.me).size());
   const auto each = static_cast<uint64_t>(std::max(1, step.blocks / mates));
   p.parts = static_cast<int>(std::clamp<uint64_t>(most / kEach, 1, std::min(each, kMostParts)));
+  if (blocks.folds) return post_folds(p, step, blocks);
   if (p.once.ranks != nullptr && !blocks.all && blocks.sent.tokens > 0) {
     TW_RETURN_IF_FAILED(launched("messages to hosts", launch_pack(p, step.blocks, step.stream)));
   }
@@ -332,8 +341,11 @@ Status PostedTransport::join(const GroupView& view, const MovedStep& step, const
     TW_RETURN_IF_FAILED(launched("rows of other hosts", launch_pull(p, most, step.stream)));
   }
   if (step.waits) return {};
-  const PaceParams pace{view, p.net, p.signals, step.phase, step.at.channel, -1};
-  return launched("a wait for signals", launch_await_signals(pace, step.stream));
+  const int32_t local = blocks.folds ? topology_.most_local() : 0;
+  const PaceParams pace{view, p.net, p.signals, step.phase, step.at.channel, -1, local};
+  TW_RETURN_IF_FAILED(launched("a wait for signals", launch_await_signals(pace, step.stream)));
+  if (!blocks.folds || blocks.sent.tokens == 0) return {};
+  return launched("folds of other hosts", launch_unfold(place_folds(p, step, blocks), step.blocks, step.stream));
 }
 
 // ------------------------------------------------------------------------------------------ rows once for each host
@@ -354,13 +366,18 @@ HostRows PostedTransport::host_rows(int channel) const {
   return rows;
 }
 
-// Has a step's rows go to each host once, where that is faster or the caller's wish. A row then crosses the network
-// once for each host and not for each rank, but is copied twice more, and waits for two kernels: some 10 us, in which a
-// link of 50 GB/s carries half a MiB. With choices that fall anywhere it would carry about twice the rows otherwise.
-// Told by blocks, which are alike on all ranks.
-void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const {
+// Whether so many bytes of a rank's rows, or of its partials for one, shall cross the network once for a host and not
+// for each of its ranks: where the caller wishes it, or it is faster. They are copied twice more, and wait for two
+// kernels: some 10 us, in which a link of 50 GB/s carries half a MiB. With choices that fall anywhere it would carry
+// about twice the rows otherwise.
+bool PostedTransport::are_worth_it(uint64_t bytes) const {
   constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
-  if (inboxes_.message == 0) return;
+  return crossing_ == twCrossPerHost || bytes >= kWorth;
+}
+
+// Has a step's rows go to each host once, where that is worth it. Told by blocks, which are alike on all ranks.
+void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const {
+  if (inboxes_.message == 0 || !crosses_once_) return;
   uint64_t in_message[kMostPosts] = {};
   uint64_t bound = 0;
   uint64_t rows = 0;  // bytes
@@ -375,8 +392,7 @@ void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const 
     rows += region.bytes;
     end += InboxMap::align(region.bytes);
   }
-  const bool worth = crossing_ == twCrossPerHost || rows >= kWorth;
-  if (rows == 0 || end > inboxes_.message || !worth) return;
+  if (rows == 0 || end > inboxes_.message || !are_worth_it(rows)) return;
   for (int i = 0; i < number; ++i) p->regions[i].in_message = in_message[i];
   p->once = host_rows(p->channel);
   p->once.bound = static_cast<int32_t>(bound);
@@ -406,7 +422,7 @@ Status PostedTransport::pass_gate(const BackendInit& init, uint64_t tag) {
                   "host",
                   Argument("config.crossing"), rank);
     }
-    inboxes_ = {};
+    crosses_once_ = false;
   }
   return {};
 }

@@ -45,6 +45,7 @@ class PostedTransport final : public StagedTransport {
   Status begin(const GroupView& view, const MovedStep& step) override;
   Status start(const GroupView& view, const MovedStep& step, const Blocks& blocks, bool at_once) override;
   Status join(const GroupView& view, const MovedStep& step, const Blocks& blocks) override;
+  bool folds(const Domains& domains, const Blocks& blocks) const override;
   bool over_carrier() const override { return false; }
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
   void end_growth(bool grown, bool certain) override;
@@ -53,7 +54,7 @@ class PostedTransport final : public StagedTransport {
  private:
   // Memory of the network's: this rank's, and that of this host's ranks as it is mapped here.
   struct Memory {
-    DeviceWindows near;  // by rank of this host; of what goes out this rank's alone
+    DeviceWindows near;  // by rank of this host; of what goes out this rank's alone, unless there are folds
     int me = 0;          // among these
     int number = -1;
     std::byte** table = nullptr;  // [N] in device memory: where it begins at each rank of this host, NULL elsewhere
@@ -72,7 +73,8 @@ class PostedTransport final : public StagedTransport {
   PostedTransport(const BackendInit& init, const Topology& topology);
   Status make(const BackendInit& init, uint64_t tag, const Status& mapped);
   Status share(const Near& near, uint64_t tag, const Status& ready, uint64_t bytes, Memory* memory);
-  Status make_outgoing(const BackendInit& init, uint64_t bytes, Memory* memory) const;
+  Status make_outgoing(const BackendInit& init, const Near& near, uint64_t tag, const Status& ready, uint64_t bytes,
+                       Memory* memory);
   Status tabulate(const Near& near, Memory* memory);
   Status add(const BackendInit& init, uint64_t tag, const Memory& memory, uint64_t begin, uint64_t bytes, int* number);
 
@@ -81,17 +83,22 @@ class PostedTransport final : public StagedTransport {
   void add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const;
   PostParams params_of(const GroupView& view, const MovedStep& step, const Blocks& blocks) const;
   HostRows host_rows(int channel) const;
+  bool are_worth_it(uint64_t bytes) const;
   void place_messages(const Blocks& blocks, PostParams* p) const;
+  FoldParams place_folds(const PostParams& post, const MovedStep& step, const Blocks& blocks) const;
+  Status post_folds(const PostParams& post, const MovedStep& step, const Blocks& blocks) const;
   Status pass_gate(const BackendInit& init, uint64_t tag);
   Status try_gate(const BackendInit& init, bool* passed);
 
   WindowMap map_;  // the arena's: its groups may end before this does
   PostsMap posts_;
-  InboxMap inboxes_;  // of messages; none: all rows go straight
+  InboxMap inboxes_;  // of messages; none: all that travels goes straight
   WindowMap next_map_;
   PostsMap next_posts_;
   InboxMap next_inboxes_;
   const twCrossing_t crossing_;
+  const InboxUses uses_;
+  bool crosses_once_;  // rows do, where that is faster or asked for
   HostRoutes routes_;
   const int device_;
   const Topology topology_;

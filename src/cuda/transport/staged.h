@@ -16,7 +16,7 @@
 
 #include "core/make_backend.h"
 #include "cuda/driver/driver.h"
-#include "cuda/launch/posts.h"
+#include "cuda/launch/folds.h"
 #include "cuda/transport/window.h"
 
 namespace tw::cuda {
@@ -41,6 +41,9 @@ struct Blocks {
   int ranks = 0;
   SentTokens sent{};  // of a dispatch: whose rows those of the regions that are the `same` are
   bool all = false;   // all ranks get all rows of these regions, in the same slots
+  // Of a combine by domain whose first region is folded before it travels; `sent` is that of its dispatch.
+  bool folds = false;
+  ReturnedRows returned{};
 };
 
 // What a step is, to those that move it.
@@ -72,6 +75,8 @@ class StagedTransport {
   // Makes whatever comes next on the stream follow that move. blocks: as in start(); none where nobody wants what
   // comes.
   virtual Status join(const GroupView& view, const MovedStep& step, const Blocks& blocks) = 0;
+  // Whether partials of these blocks are folded before they travel, where a group sums by these domains.
+  virtual bool folds(const Domains&, const Blocks&) const { return false; }
   // Whether hosts must make the same moves as their peers, also where their kernels have nothing to send; then a rank's
   // host watches how far its steps are, too.
   virtual bool over_carrier() const = 0;
