@@ -102,6 +102,7 @@ ALLOWED: dict[str, dict[int, str]] = {
         0x9E3779B97F4A7C15: "2^64 by the golden ratio: every round's bytes differ",
         0xFF51AFD7ED558CCD: "MurmurHash3's mixer: every place's bytes differ",
     },
+    "step/fold.cu": {512: "threads of a block that copies or sums"},
     "step/pull.cu": {
         40: "bits of a word of a trial below its rank",
         256: "threads of a block that tries what a rank sees",

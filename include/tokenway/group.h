@@ -111,7 +111,9 @@ typedef struct twGroupConfig {
   // to the type that travels; then it sums the folds over domains ascending. 0..TW_MAX_RANKS; 0, 1, or at least N: the
   // usual sum, bit for bit. It is a number that the caller gives, so bits do not depend on which ranks share a host.
   // Of combines alone, not of twReduceScatterV. Unless it is 0, combines of twFloat8e4m3 rows and combine_rows
-  // twRowPerExpert are refused. See twCombine.
+  // twRowPerExpert are refused. Between hosts of just `domain` ranks each, partials are folded by the host that sends
+  // them: of a comm of twCommCreateGin within the send, in stream order behind the sends of the other ranks of the
+  // host, which must therefore send combines in one order on all lanes. See twCombine.
   int32_t domain;
 } twGroupConfig_t;
 

@@ -158,7 +158,8 @@ class Comm(_native.Shared):
         and timeout: as in `fabric` and `cuda`. crossing: how rows of a dispatch or gather cross between hosts, equal on
         all ranks: "per_host" (once for each host: its ranks copy theirs from where they lie at one of them), "per_rank"
         (once for each rank, straight to it), or None: per host where a GPU sees what the network writes to others of
-        its host and there are enough rows. Raises InvalidArgument for another; Unsupported where there is no driver, in
+        its host and there are enough rows. So do partials of a group whose domains are hosts, folded by their host, if
+        there are enough. Raises InvalidArgument for another; Unsupported where there is no driver, in
         a build without CUDA, or where NCCL is too old or has no such network between all ranks.
         """
         index = None if device is None else cuda.index_of(device)

@@ -87,7 +87,7 @@ class Group(Calls, _native.Shared):
     all ranks, in the combine (docs/GUIDE.md, «Token replicas»).
     domain: partials of as many neighbouring ranks (of rank // domain) are folded, in float32, and rounded to
     combine_dtype before the owner sums the folds, domains ascending. 0 (default), 1, at least as many as there are
-    ranks: the usual sum. Not with combine_rows="per_expert" or rows of fp8 (docs/GUIDE.md, «Sums by domain»).
+    ranks: the usual sum. Not with combine_rows="per_expert" or rows of fp8. See docs/GUIDE.md, «Sums by domain».
 
     arena: a group of the comm whose window this one uses too, instead of one of its own, so that layers of unlike
     shapes pay for the largest. They have lanes in common: a view lasts until the next step of any of them on its lane,

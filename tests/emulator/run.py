@@ -55,6 +55,7 @@ STAGED = (
 # Of each: what has more than one rank and little to do, as connecting the ranks of several hosts is most of the time.
 GIN = {
     "posts": "posted or tell_of or a_gather",
+    "folds": "layouts and 4-2 or alone_are_posted and 4-2 or who_is_late or slow_mate or one_rank_refuses or dropped",
     "crossing": "puts_to_one_rank or mates_do_not_see or no_crossing or cross_otherwise",
     "bench_gin": "test_pairs",
     "window_images": "high_throughput-per_host",
@@ -106,7 +107,7 @@ def main(arguments: list[str]) -> int:
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     if "--gin" in arguments:
         arguments = [a for a in arguments if a != "--gin"]
-        own = ("posts", "crossing", "bench_gin", "window_images")
+        own = ("posts", "folds", "crossing", "bench_gin", "window_images")
         names, backend = (tuple(GIN) if chosen else (*own, *names)), "emulated-gin"
         if quick:
             os.environ["EXAMPLES"] = "2"

@@ -146,7 +146,7 @@ def has_network() -> bool:
 def of_pytest(part: str, args: argparse.Namespace, reports: Path) -> Iterator[Command]:
     """The commands of a part that is tests."""
     here, devices = ROOT / "tests" / "gpu", shares.device_names()
-    names = (*BEHAVIOUR[:4], *({"nccl": ["staged"], "gin": ["window_images"]}.get(part, [])), *BEHAVIOUR[4:])
+    names = (*BEHAVIOUR[:4], *({"nccl": ["staged"], "gin": ["window_images", "folds"]}.get(part, [])), *BEHAVIOUR[4:])
     behaviour = [str(ROOT / "tests" / "py" / f"test_{name}.py") for name in names]
     if part == "suite":
         runs = [

@@ -36,6 +36,7 @@ from collectives import COLLECTIVES
 from counts import COUNTS
 from domain import DOMAIN
 from engine import ENGINE_MUTATIONS
+from folds import FOLDS
 from fp8_combine import FP8_COMBINE
 from giving_up import GIVING_UP
 from hosts import HOSTS
@@ -84,6 +85,7 @@ ALL = (
     + ENGINE_MUTATIONS
     + HOSTS
     + POSTS
+    + FOLDS
 )
 TEST_TIMEOUT_S = 240
 AGAIN = 2  # so often both runs are repeated when the unmutated one fails

@@ -183,7 +183,7 @@ def test_any(between, threads) -> None:
 # ---- what crosses --------------------------------------------------------------------------------
 
 
-PARTIAL = 4 * 24  # bytes
+LARGE = 1 << 16  # elements of a row: 9 of them are more than the 2 MiB from which partials are folded
 
 
 def ids_of(setup: Setup, turn: int) -> list[np.ndarray]:
@@ -227,14 +227,18 @@ def combine_once(env: Any, setup: Setup, turn: int, part: str) -> None:
         group.combine(received.handle, rows)
 
 
-@pytest.mark.parametrize("crossing", ["per_host", "per_rank"])
+CROSSINGS = [("per_host", 24, True), ("per_rank", 24, False), ("", 24, False), ("", LARGE, True)]
+
+
+@pytest.mark.parametrize(("crossing", "hidden", "folds"), CROSSINGS, ids=["per_host", "per_rank", "few", "many"])
 @pytest.mark.parametrize(("ranks", "each"), [(4, 2), (6, 3), (6, 2)])
-def test_folds_alone_are_posted(between, backend, ranks, each, crossing) -> None:
-    """One for each token and host that has a partial of it, of those for whom a rank folds; and lists of them."""
+def test_folds_alone_are_posted(between, backend, ranks, each, crossing, hidden, folds) -> None:
+    """One for each token and host that has a partial of it, of those for whom a rank folds; and lists of them. By
+    itself the library folds where partials are large."""
     if backend not in NETWORKS:
         pytest.skip(f"for a network that counts, not the backend {backend}")
     world = between(ranks, each, crossing)
-    setup = setup_of(ranks, each, combine_dtype="float32", top_k=3)
+    setup = setup_of(ranks, each, combine_dtype="float32", top_k=3, hidden=hidden)
     hosts = [rank // each for rank in range(ranks)]
     world.run(combine_once, setup, 0, "begin")
     for turn in range(3):
@@ -243,10 +247,10 @@ def test_folds_alone_are_posted(between, backend, ranks, each, crossing) -> None
         world.run(combine_once, setup, turn, "combine")
         wants = [[{homes(setup)[e] for e in row if e >= 0} for row in ids] for ids in ids_of(setup, turn)]
         to_hosts = [[{rank // each for rank in to} for to in rows] for rows in wants]
-        if crossing == "per_host":
-            plan = posts.combine_folded(counted(to_hosts, ranks // each), hosts, PARTIAL, setup.max_tokens)
+        if folds:
+            plan = posts.combine_folded(counted(to_hosts, ranks // each), hosts, 4 * hidden, setup.max_tokens)
         else:
-            plan = posts.combine(counted(wants, ranks), hosts, PARTIAL)
+            plan = posts.combine(counted(wants, ranks), hosts, 4 * hidden)
         check_posts(posted(backend, ranks), planned(plan), (turn, crossing))
     world.run(combine_once, setup, 0, "end")
 
@@ -292,6 +296,26 @@ def test_who_is_late_is_blamed(between, late, tmp_path) -> None:
             continue
         said(outcome, "twTimeout", rf"rank {late} did not arrive in time in combine of step \d on lane 0")
         assert took < LATE + AT_ONCE and shrunk[0] == "twSuccess", rank
+
+
+def slow_combine(env: Any, slow: int) -> list[bool]:
+    """Whether sums are right of combines to which one rank comes later than its mate; the sums of the step before are
+    others."""
+    setup = setup_of(4, 2, combine_dtype="float32")
+    good = []
+    with tw.Group(env.comm, timeout=PATIENT, **setup.settings()) as group:
+        for turn in range(4):
+            received, rows = dispatched(env, group, 0, 2.0 + turn)
+            if env.rank == slow:
+                time.sleep(0.2)
+            out = env.backend.array(group.combine(received.handle, rows, dtype="float32"))
+            good.append(bool((out == (2.0 + turn) * fans(setup, 0)[env.rank]).all()))
+    return good
+
+
+@pytest.mark.parametrize("slow", [0, 3])
+def test_a_slow_mate(between, slow) -> None:
+    assert between(4, 2).run(slow_combine, slow) == [[True] * 4] * 4
 
 
 def refused_combine(env: Any, refuses: int) -> Any:

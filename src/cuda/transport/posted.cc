@@ -366,17 +366,12 @@ HostRows PostedTransport::host_rows(int channel) const {
   return rows;
 }
 
-// Whether so many bytes of a rank's rows, or of its partials for one, shall cross the network once for a host and not
-// for each of its ranks: where the caller wishes it, or it is faster. They are copied twice more, and wait for two
-// kernels: some 10 us, in which a link of 50 GB/s carries half a MiB. With choices that fall anywhere it would carry
-// about twice the rows otherwise.
-bool PostedTransport::are_worth_it(uint64_t bytes) const {
-  constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
-  return crossing_ == twCrossPerHost || bytes >= kWorth;
-}
-
-// Has a step's rows go to each host once, where that is worth it. Told by blocks, which are alike on all ranks.
+// Has a step's rows go to each host once, where that is faster or the caller's wish. A row then crosses the network
+// once for each host and not for each rank, but is copied twice more, and waits for two kernels: some 10 us, in which a
+// link of 50 GB/s carries half a MiB. With choices that fall anywhere it would carry about twice the rows otherwise.
+// Told by blocks, which are alike on all ranks.
 void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const {
+  constexpr uint64_t kWorth = 512 << 10;  // not measured over a network
   if (inboxes_.message == 0 || !crosses_once_) return;
   uint64_t in_message[kMostPosts] = {};
   uint64_t bound = 0;
@@ -392,7 +387,7 @@ void PostedTransport::place_messages(const Blocks& blocks, PostParams* p) const 
     rows += region.bytes;
     end += InboxMap::align(region.bytes);
   }
-  if (rows == 0 || end > inboxes_.message || !are_worth_it(rows)) return;
+  if (rows == 0 || end > inboxes_.message || !are_worth_it(rows, kWorth)) return;
   for (int i = 0; i < number; ++i) p->regions[i].in_message = in_message[i];
   p->once = host_rows(p->channel);
   p->once.bound = static_cast<int32_t>(bound);

@@ -83,7 +83,7 @@ class PostedTransport final : public StagedTransport {
   void add_regions(const WindowMap& map, int channel, const Blocks& blocks, PostParams* p) const;
   PostParams params_of(const GroupView& view, const MovedStep& step, const Blocks& blocks) const;
   HostRows host_rows(int channel) const;
-  bool are_worth_it(uint64_t bytes) const;
+  bool are_worth_it(uint64_t bytes, uint64_t least) const { return crossing_ == twCrossPerHost || bytes >= least; }
   void place_messages(const Blocks& blocks, PostParams* p) const;
   FoldParams place_folds(const PostParams& post, const MovedStep& step, const Blocks& blocks) const;
   Status post_folds(const PostParams& post, const MovedStep& step, const Blocks& blocks) const;
