@@ -60,7 +60,8 @@ FOLDS = (
         "test_who_is_late",
         Edit(
             POST,
-            "[&](int rank) { return !folds(rank); });\n  if (p.local > 0) await_ranks(g, step, Look::kSignal, folds);\n",
+            "[&](int rank) { return !folds(rank); });\n"
+            "  if (p.local > 0) await_ranks(g, step, Look::kSignal, folds);\n",
             "folds);\n  await_ranks(g, step, Look::kSignal, [&](int rank) { return !folds(rank); });\n",
         ),
     ),

@@ -130,14 +130,16 @@ __device__ bool await_message(const GroupView& g, const PostSignals& signals, co
   const Signal told = unpack(source.signal);
   twResult_t error = source.error == twTimeout || source.error == twPeerAborted ? source.error : twSuccess;
   if (error == twSuccess && (!brings(told.mode) || told.n == 0)) return false;
+  int late = rank;
   if (error == twSuccess) {
+    late = keeper;  // the source has told this rank in the same moment, so it is the keeper's network that stands
     const std::byte* const word = signals.near.begins[keeper] + signals.near.offset +
                                   kSignalStride * static_cast<uint64_t>(g.map.shape().ranks * step.bank() + rank);
     error = await_word(g, Patience(g, true), word,
                        [&](uint64_t signal) { return reached(unpack(signal).step, step.low()); });
   }
-  if (error == twTimeout) report_failure(g, step, twTimeout, rank, source.signal);
-  if (error == twPeerAborted) report_stopped(g, step, rank, source.signal);
+  if (error == twTimeout) report_failure(g, step, twTimeout, late, source.signal);
+  if (error == twPeerAborted) report_stopped(g, step, late, source.signal);
   return error == twSuccess;
 }
 

@@ -7,10 +7,10 @@
 
 namespace tw::cuda {
 
-// From some bytes of partials for a rank on. Folded combines of 128 and 1024 tokens took 57 and 72 us longer where the
-// network has no limit, 4096 tokens 209 (2x H200, two ranks on each, bench/results/gin-folds-2-gpus.json), in which a
-// link of 50 GB/s carries 2.7, 3.5 and 10 MiB. A host of two saves 0.8 of the bytes of its partials for a rank, one of
-// eight 2.2 of them.
+// From some bytes of partials for a rank on. Folded combines of 128, 1024 and 4096 tokens took 48, 93 and 226 us longer
+// where the network has no limit (2x H200, two ranks on each, bench/results/gin-folds-2-gpus.json), in which a link of
+// 50 GB/s carries 2.4, 4.7 and 11 MB. A host of two saves 0.8 of the bytes of its partials for a rank, one of eight 2.2
+// of them.
 bool PostedTransport::folds(const Domains& domains, const Blocks& blocks) const {
   constexpr uint64_t kWorth = 2 << 20;  // not measured over a network
   const Region& region = blocks.regions.front();
