@@ -17,7 +17,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/asking.h"
+#include "bootstrap/asking.h"
 #include "cpu/fold_agent.h"
 #include "cpu/host_message.h"
 #include "cpu/in_place.h"

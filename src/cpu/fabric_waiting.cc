@@ -16,7 +16,6 @@ namespace tw::cpu {
 namespace {
 
 constexpr std::chrono::milliseconds kLastWords{200};   // for what a rank that died or gave up has sent to arrive
-constexpr std::chrono::milliseconds kAnswers{600};     // for ranks to say how far they are, behind a deadline
 constexpr std::chrono::milliseconds kBetweenLooks{1};  // a call looks for posts no more often than this
 
 }  // namespace
@@ -112,7 +111,7 @@ int FabricTransport::find_dead(StepPlace at) {
 Waited FabricTransport::blame(int peer, StepPlace at, TimePoint now) {
   if (!asks_) return Wake::kLate;
   const auto over = [&] { return is_here(peer, at) || given_up_at(at) != TimePoint::max(); };
-  const std::vector<int64_t> sent = asking_->ask(now + kAnswers, over);
+  const std::vector<int64_t> sent = asking_->ask(now + Asking::kPatience, over);
   if (is_here(peer, at)) return Wake::kArrived;
   if (given_up_at(at) != TimePoint::max()) return Wake::kAborted;
   const int through = is_near(peer) ? peer : inbound_[peer].mate;

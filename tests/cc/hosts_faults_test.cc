@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "bootstrap/asking.h"
 #include "bootstrap/bootstrap.h"
-#include "cpu/asking.h"
 #include "hosts_world.h"
 #include "layout/hosts_map.h"
 
@@ -155,8 +155,8 @@ TEST(Asking, AnswersAreToTheQuestion) {
   const auto bootstraps = make_local_bootstraps(2);
   const std::vector<int> members = {0, 1};
   constexpr uint64_t kTag = 7;
-  cpu::Asking asks(bootstraps[0].get(), members, kTag);
-  auto answers = std::make_unique<cpu::Asking>(bootstraps[1].get(), members, kTag);
+  Asking asks(bootstraps[0].get(), members, kTag);
+  auto answers = std::make_unique<Asking>(bootstraps[1].get(), members, kTag);
   const auto patient = [] { return std::chrono::steady_clock::now() + std::chrono::seconds(20); };
   const auto never = [] { return false; };
   asks.count();

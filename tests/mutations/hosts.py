@@ -6,14 +6,14 @@ TRANSPORT = "src/cpu/fabric_transport.cc"
 WAITING = "src/cpu/fabric_waiting.cc"
 FOLDING = "src/cpu/fabric_folding.cc"
 AGENT = "src/cpu/fold_agent.cc"
-ASKING = "src/cpu/asking.cc"
+ASKING = "src/bootstrap/asking.cc"
 MESSAGE = "src/cpu/host_message.cc"
 MESSAGE_H = "src/cpu/host_message.h"
 IN_PLACE = "src/cpu/in_place.h"
 MAP = "src/layout/hosts_map.h"
 TOPOLOGY = "src/layout/topology.h"
 
-ASKED = "  const std::vector<int64_t> sent = asking_->ask(now + kAnswers, over);\n"
+ASKED = "  const std::vector<int64_t> sent = asking_->ask(now + Asking::kPatience, over);\n"
 BLOCK_AND_WORD = """  post(peer,
        {{words_.number, staged},
         {words_.number, hosts_map_.block(at_.channel, at_.bank(), list)},

@@ -1,11 +1,11 @@
-// Questions and answers between ranks (cpu/asking.h).
-#include "cpu/asking.h"
+// Questions and answers between ranks (bootstrap/asking.h).
+#include "bootstrap/asking.h"
 
 #include <cstring>
 
 #include "core/interrupt.h"
 
-namespace tw::cpu {
+namespace tw {
 namespace {
 
 constexpr std::chrono::milliseconds kLookForQuestions{20};
@@ -49,7 +49,7 @@ void Asking::answer_others() {
       if (members_[i] == bootstrap_->rank() || !read(members_[i], kQuestion, &question)) continue;
       if (question == answered[i]) continue;
       answered[i] = question;
-      tell(members_[i], kAnswer, Answer{question, sent()});
+      tell(members_[i], kAnswer, Answer{question, counted()});
     }
   }
 }
@@ -64,10 +64,10 @@ std::vector<int64_t> Asking::ask(TimePoint until, const std::function<bool()>& o
     bool all = true;
     for (size_t i = 0; i < members_.size(); ++i) {
       if (members_[i] == bootstrap_->rank()) {
-        answers[i] = sent();
+        answers[i] = counted();
       } else if (Answer answer{};
                  answers[i] < 0 && read(members_[i], kAnswer, &answer) && answer.question == question) {
-        answers[i] = answer.sent;
+        answers[i] = answer.counted;
       }
       all = all && answers[i] >= 0;
     }
@@ -76,4 +76,4 @@ std::vector<int64_t> Asking::ask(TimePoint until, const std::function<bool()>& o
   }
 }
 
-}  // namespace tw::cpu
+}  // namespace tw

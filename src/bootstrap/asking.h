@@ -1,12 +1,14 @@
-// Asking ranks how far they are (docs/PROTOCOL.md, "Blame between hosts"): a rank whose wait is over asks all others
-// how many steps they have sent, on all channels together. A thread of each answers, also while its host computes: so
-// who does not answer has stopped, and what a rank has told before is not taken for its answer.
+// Asking ranks how they are (docs/PROTOCOL.md, "Blame between hosts"): a rank that must blame somebody asks all others
+// for a number that each counts. On CPUs it is how many steps a rank has sent, on all channels together; on devices
+// whether its network has failed. A thread of each answers, also while its host computes: so who does not answer has
+// stopped, and what a rank has told before is not taken for its answer.
 //
 // Questions and answers are posts of the bootstrap. What breaks if this changes: blame falls on a rank that waits
 // itself.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -16,28 +18,30 @@
 
 #include "bootstrap/bootstrap.h"
 
-namespace tw::cpu {
+namespace tw {
 
 class Asking {
  public:
+  static constexpr std::chrono::milliseconds kPatience{600};  // for an answer to come
+
   // Answers until it is destroyed. Uses `tag` and the next, for posts. The bootstrap outlives it.
   Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag);
   ~Asking();
   Asking(const Asking&) = delete;
   Asking& operator=(const Asking&) = delete;
 
-  // One more step is sent.
-  void count() { sent_.fetch_add(1, std::memory_order_release); }
-  int64_t sent() const { return sent_.load(std::memory_order_acquire); }
+  // One more of what this rank counts.
+  void count() { counted_.fetch_add(1, std::memory_order_release); }
+  int64_t counted() const { return counted_.load(std::memory_order_acquire); }
 
-  // Asks all others: what each has sent, [members], -1 for who has not answered until then. Ends early where all have,
-  // or `over` says so.
+  // Asks all others: what each has counted, [members], -1 for who has not answered until then. Ends early where all
+  // have, or `over` says so.
   std::vector<int64_t> ask(TimePoint until, const std::function<bool()>& over);
 
  private:
   struct Answer {
     int64_t question;
-    int64_t sent;
+    int64_t counted;
   };
   enum Post { kQuestion, kAnswer };
 
@@ -50,7 +54,7 @@ class Asking {
   Bootstrap* bootstrap_;
   const std::vector<int> members_;
   const uint64_t tag_;
-  std::atomic<int64_t> sent_ = 0;
+  std::atomic<int64_t> counted_ = 0;
   int64_t asked_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -58,4 +62,4 @@ class Asking {
   std::thread thread_;
 };
 
-}  // namespace tw::cpu
+}  // namespace tw
