@@ -94,6 +94,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* found) {
   *found = comm->failed;
   if (comm->failed == ncclSuccess && comm->world->arrived[comm->steps - 1] < comm->world->ranks)
     *found = ncclInProgress;
+  if (*found == ncclSuccess && comm->rank == fake_nccl().cut_off) *found = ncclRemoteError;
   return ncclSuccess;
 }
 

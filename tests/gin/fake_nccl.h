@@ -15,9 +15,10 @@ enum class Step { kNone, kInit, kWindow, kDevice };
 struct FakeNccl {
   ncclGinType_t type = NCCL_GIN_TYPE_PROXY;
   int most_contexts = 64;
-  Step faulty = Step::kNone;  // the step that
-  int faulty_rank = 0;        // this rank
-  bool fails = false;         // fails in, or else never comes to
+  Step faulty = Step::kNone;      // the step that
+  int faulty_rank = 0;            // this rank
+  bool fails = false;             // fails in, or else never comes to
+  std::atomic<int> cut_off = -1;  // the rank whose puts fail
   std::atomic<int> destroyed = 0;
   std::atomic<int> aborted = 0;
   std::atomic<int> windows = 0;       // that are registered, of all ranks

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -57,6 +58,7 @@ class NetworkTest : public testing::Test {
     nccl.type = NCCL_GIN_TYPE_PROXY;
     nccl.most_contexts = kContexts;
     nccl.faulty = Step::kNone;
+    nccl.cut_off = -1;
     nccl.destroyed = nccl.aborted = nccl.windows = nccl.device_comms = 0;
     bootstraps_ = make_local_bootstraps(kRanks);
     for (int rank = 0; rank < kRanks; ++rank) ranks_.push_back({rank, bootstraps_[rank].get(), nullptr, {}, 0});
@@ -155,11 +157,49 @@ TEST_F(NetworkTest, AnErrorOfOneRankIsEveryRanks) {
   std::vector<Status> results = on_all(add);
   EXPECT_TRUE(has(results[1], "NCCL cannot register memory")) << results[1].text();
   for (const Status& each : results) EXPECT_FALSE(each.ok());
-  // What NCCL has failed in is of no more use, and the others hear of it before they begin a step.
+  // NCCL makes no further step, and the others hear of it before they begin one. Puts have not failed for that.
   blame(Step::kNone, 0, false);
-  EXPECT_FALSE(ranks_[1].network->failure().ok());
+  for (const Rank& rank : ranks_) EXPECT_TRUE(rank.network->failure().ok());
   results = on_all(add);
   for (const Status& each : results) EXPECT_TRUE(has(each, "register memory")) << each.text();
+}
+
+// It is told while nothing is added, and stays the reason when the network has been ended.
+TEST_F(NetworkTest, PutsThatFailAreTold) {
+  connect_all();
+  fake_nccl().cut_off = 1;
+  for (int look = 0; look < 2; ++look) {
+    EXPECT_TRUE(has(ranks_[1].network->failure(), "NCCL cannot put to all peers"));
+    EXPECT_TRUE(ranks_[0].network->failure().ok());
+    ranks_[1].network->abort();
+  }
+  fake_nccl().cut_off = -1;
+  for (const Status& each : on_all([](Rank& rank) {
+         int number = -1;
+         return rank.add(&number);
+       })) {
+    EXPECT_TRUE(has(each, "put to all peers")) << each.text();
+  }
+}
+
+// A step that does not end says nothing of puts, neither while others look nor afterwards.
+TEST_F(NetworkTest, AStepThatFailsIsNoFailureOfPuts) {
+  connect_all();
+  blame(Step::kWindow, 1, true);
+  std::atomic<bool> ended = false;
+  std::atomic<int> told = 0;
+  std::thread watcher([&] {
+    while (!ended) told += ranks_[1].network->failure().ok() ? 0 : 1;
+  });
+  for (const Status& each : on_all([](Rank& rank) {
+         int number = -1;
+         return rank.add(&number, std::chrono::milliseconds(200));
+       })) {
+    EXPECT_FALSE(each.ok());
+  }
+  ended = true;
+  watcher.join();
+  EXPECT_EQ(told, 0);
 }
 
 TEST_F(NetworkTest, TakesNoMoreMemoriesThanKernelsHavePlacesFor) {

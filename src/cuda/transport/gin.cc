@@ -71,6 +71,7 @@ class GinNetwork final : public Network {
   template <class Start>
   Status finish(const char* what, TimePoint deadline, const net::Meeting* meeting, Start&& start);
   ncclResult_t ask();
+  Status usable();
   bool take_down();
   Status copy(size_t at, const void* from, size_t bytes);
 
@@ -85,7 +86,9 @@ class GinNetwork final : public Network {
   GinState* state_ = nullptr;             // in the device's memory
   std::atomic<bool> stopped_ = false;
   std::mutex mutex_;
-  Status problem_;  // the first
+  bool in_step_ = false;
+  Status failed_step_;  // the first; NCCL tells of no later error then, so nobody knows how puts are
+  Status problem_;      // the first of puts
 };
 
 // What NCCL says of its last step; the first failure stays.
@@ -95,12 +98,13 @@ ncclResult_t GinNetwork::ask() {
   return asked != ncclSuccess ? asked : found;
 }
 
-// Starts a step of NCCL's and waits for its end. Where it does not end, or fails, the network is of no more use.
+// Starts a step of NCCL's and waits for its end. Where it does not end, or fails, NCCL makes no further one.
 template <class Start>
 Status GinNetwork::finish(const char* what, TimePoint deadline, const net::Meeting* meeting, Start&& start) {
   ncclResult_t result = ncclSuccess;
   {
     const std::lock_guard lock(mutex_);
+    in_step_ = true;
     result = start();
     // Some of NCCL's calls say that they have ended when they have only begun (2.32's ncclDevCommCreate).
     if (result == ncclSuccess) result = ask();
@@ -120,10 +124,9 @@ Status GinNetwork::finish(const char* what, TimePoint deadline, const net::Meeti
     result = ask();
   }
   if (ended.ok()) ended = nccl_->check(what, result);
-  if (!ended.ok()) {
-    const std::lock_guard lock(mutex_);
-    if (problem_.ok()) problem_ = ended;
-  }
+  const std::lock_guard lock(mutex_);
+  in_step_ = false;
+  if (!ended.ok() && failed_step_.ok()) failed_step_ = ended;
   return ended;
 }
 
@@ -227,7 +230,7 @@ Status GinNetwork::add_window(const net::Meeting& meeting, std::byte* memory, ui
 Status GinNetwork::add_memory(const net::Meeting& meeting, std::byte* memory, uint64_t bytes, int* number) {
   const OnDevice on(device_);
   const OutsideCaptures outside;
-  Status ready = failure();
+  Status ready = usable();
   if (ready.ok() && count_ == kNetMemories) {
     ready = fail(twOutOfMemory, "the network has {} memories; make a group of this size", kNetMemories);
   }
@@ -238,12 +241,21 @@ Status GinNetwork::add_memory(const net::Meeting& meeting, std::byte* memory, ui
 }
 
 Status GinNetwork::failure() {
-  if (stopped_) return fail(twPeerAborted, "the network was ended on this rank");
   const std::lock_guard lock(mutex_);
-  if (!problem_.ok()) return problem_;
-  const ncclResult_t found = ask();
-  if (found != ncclInProgress) problem_ = nccl_->check("put to all peers", found);
+  // What NCCL says while a step is under way, or has failed, is of that step.
+  if (problem_.ok() && failed_step_.ok() && !in_step_) {
+    const ncclResult_t found = ask();
+    if (found != ncclInProgress) problem_ = nccl_->check("put to all peers", found);
+  }
+  if (problem_.ok() && stopped_) return fail(twPeerAborted, "the network was ended on this rank");
   return problem_;
+}
+
+// Whether NCCL may make a further step.
+Status GinNetwork::usable() {
+  Status puts = failure();
+  const std::lock_guard lock(mutex_);
+  return puts.ok() ? failed_step_ : puts;
 }
 
 void GinNetwork::abort() {
@@ -270,7 +282,7 @@ GinNetwork::~GinNetwork() {
   const OutsideCaptures outside;
   // ncclCommAbort asks nobody, and ends a step that is under way; ncclCommDestroy may be called after success alone.
   if (comm_ != nullptr) {
-    if (failure().ok() && take_down()) {
+    if (usable().ok() && take_down()) {
       (void)nccl_->destroy(comm_);
     } else {
       (void)nccl_->abort(comm_);
