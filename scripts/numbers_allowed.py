@@ -79,6 +79,8 @@ ALLOWED: dict[str, dict[int, str]] = {
         50: "ms between notices of how far this rank is",
         60: "ms for the last notices, behind the timeout",
         100: "ms for what a peer says to arrive",
+        300: "ms for a death or an abort to be told, where a network has failed",
+        1000: "ms at most between two questions that must be answered alike",
     },
     "host/counts.cc": {
         20: "us between looks, once counts are late",

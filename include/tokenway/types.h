@@ -37,10 +37,10 @@ typedef enum TW_AS_INT {
   twRecvOverflow = 15,     // a rank would receive more than max_recv_tokens rows; the sentence says which, and how many
   // For these the group is finished (sticky): every later call returns the same error. See twGroupShrink.
   twTimeout = 9,         // a peer was later than the group's timeout
-  twPeerDied = 10,       // a peer's process ended or closed its comm
-  twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it
+  twPeerDied = 10,       // a peer's process ended or closed its comm, or is out of reach
+  twExcluded = 11,       // the peers gave this rank up (it was too slow) and go on without it, or its network failed
   twCallMismatch = 12,   // ranks made different calls on the same lane: a dispatch and a combine, or different handles
-  twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort
+  twPeerAborted = 13,    // a peer, or this rank, called twGroupAbort, or a peer's network failed
   twInternalError = 14,  // a promise of the library is broken: please report
   twInterrupted = 16,    // a wait of this rank was interrupted (twSetInterrupt); the group is given up
 } twResult_t;

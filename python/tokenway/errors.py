@@ -143,13 +143,13 @@ class PeerTimeout(GroupFinished, TimeoutError):
 
 
 class PeerDied(GroupFinished, ConnectionError):
-    """A peer's process ended, or closed its comm."""
+    """A peer's process ended, or closed its comm; or it is out of reach."""
 
     result = "twPeerDied"
 
 
 class Excluded(GroupFinished):
-    """The peers gave this rank up and go on without it."""
+    """The peers gave this rank up and go on without it; or its network failed."""
 
     result = "twExcluded"
 
@@ -161,7 +161,7 @@ class CallMismatch(GroupFinished):
 
 
 class PeerAborted(GroupFinished):
-    """A peer, or this rank, gave the group up (`Group.abort`)."""
+    """A peer, or this rank, gave the group up (`Group.abort`); or a peer's network failed."""
 
     result = "twPeerAborted"
 

@@ -383,6 +383,8 @@ class Backend : public MovingBackend {
   virtual void announce_abort(AbortSignal reason) = 0;
   virtual AbortSignal find_abort() = 0;
   virtual AbortSignal abort_of(int writer) = 0;
+  // Why this rank's network has failed, where the backend asks for that; twSuccess: it goes, as far as is known.
+  virtual Status network_failure() { return {}; }
 
   // Replaces a layer's map, for routings that are read after what is enqueued on the stream.
   virtual Status replace_map(int32_t /*layer*/, const ExpertMap& /*map*/, void* /*stream*/) { return {}; }

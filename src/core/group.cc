@@ -438,20 +438,21 @@ Status end_meeting(twGroup& group, uint64_t tags, Status met) {
 
 Status finish_group(twGroup& group, ErrorRecord record) {
   const ErrorRecord culprit = record;  // what peers are told; record.result may become twExcluded below
-  Sentence where;
-  if (record.lane >= 0) {
-    where = compose(" of step {} on lane {} (last seen: step {})", record.expected, record.lane, record.seen);
-  }
-  // The others found this rank late or gone: they go on without it.
-  const bool mine = record.peer == group.me() && record.reporter != group.me() &&
-                    (record.result == twTimeout || record.result == twPeerDied);
+  const Sentence where = record.lane < 0 ? Sentence()
+                                         : compose(" of step {} on lane {} (last seen: step {})", record.expected,
+                                                   record.lane, record.seen);
+  // The others found this rank late or gone, or it has found that it reaches nobody: they go on without it.
+  const Status cut_off = group.arena->gave_up ? Status{} : group.backend->network_failure();
+  const bool late = record.result == twTimeout || record.result == twPeerDied;
+  const bool mine = record.peer == group.me() &&
+                    (record.reporter != group.me() ? late : record.result == twPeerAborted && !cut_off.ok());
   const char* what = "broke a promise of the library";
   if (record.result == twTimeout) what = "did not arrive in time";
   if (record.result == twPeerDied) what = "is gone";
   if (record.result == twPeerAborted) what = "gave the group up";
   if (record.result == twCallMismatch) what = "made a different call";
-  Sentence hint;
-  if (record.result == twCallMismatch || record.result == twTimeout) hint = remember_refusal(group);
+  Sentence hint = record.result == twCallMismatch || record.result == twTimeout ? remember_refusal(group) : Sentence();
+  if (mine && !cut_off.ok()) hint = compose(". Its network has failed: {}", cut_off.sentence);
   record.set_sentence(compose("rank {} {} in {}{}; found by rank {}{}{}", record.peer, what, name_of(record.phase),
                               where, record.reporter, mine ? ": this is that rank, and its peers go on without it" : "",
                               hint));

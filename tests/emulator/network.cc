@@ -27,6 +27,7 @@ class EmulatedNetwork final : public Network {
   }
   NetView view() const override { return {&state_}; }
   Status failure() override {
+    if (emulator::is_broken(engine_->rank())) return fail(twSystemError, "a test has broken it");
     for (int peer = 0; peer < engine_->size(); ++peer) TW_RETURN_IF_FAILED(engine_->failure(peer));
     return {};
   }
@@ -61,16 +62,21 @@ namespace {
 constexpr int kHeld = 16;  // the first ranks
 std::atomic<bool> held[kHeld][kHeld];
 std::atomic<bool> lost;
+std::atomic<bool> broken[kHeld];
 
 }  // namespace
 
 bool is_held(int source, int peer) { return source < kHeld && peer < kHeld && held[source][peer].load(); }
 bool loses_puts() { return lost.load(); }
+bool is_broken(int rank) { return rank < kHeld && broken[rank].load(); }
 
 extern "C" __attribute__((visibility("default"))) void tokenway_emulated_hold(int source, int peer, int hold) {
   held[source][peer] = hold != 0;
 }
 extern "C" __attribute__((visibility("default"))) void tokenway_emulated_lose_puts(int lose) { lost = lose != 0; }
+extern "C" __attribute__((visibility("default"))) void tokenway_emulated_break(int rank, int breaks) {
+  broken[rank] = breaks != 0;
+}
 
 // Gives what was posted since it was last asked: [ranks, ranks, kPostKinds], by source and peer.
 extern "C" __attribute__((visibility("default"))) void tokenway_posts(int ranks, uint64_t* found) {

@@ -13,8 +13,10 @@ struct NetworkState {
   bool counts_alone = false;  // large puts (tests/gin/counts.h)
 };
 
-// What tests have the network do: have no room for what a source posts to a peer, or lose all puts and no word.
+// What tests have the network do: have no room for what a source posts to a peer, lose all puts and no word, or fail at
+// a rank, from which nothing goes any more.
 bool is_held(int source, int peer);
 bool loses_puts();
+bool is_broken(int rank);
 
 }  // namespace tw::emulator

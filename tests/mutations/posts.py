@@ -7,6 +7,7 @@ POST = "src/cuda/step/post.cu"
 PULL = "src/cuda/step/pull.cu"
 POSTED = "src/cuda/transport/posted.cc"
 LANDED = "src/cuda/view/staged.cu"
+APART = "src/cuda/host/control_apart.cc"
 
 TOLD = "    if (threadIdx.x == 0) tell(g, p.net, p.signals, p.channel, rank, pack(told));\n"
 REGIONS = "  for (int i = 0; i < p.count; ++i) {\n    const PostRegion& region = p.regions[i];\n    if (message"
@@ -140,5 +141,26 @@ POSTS = (
             "bank + map.meta_begin() + to * meta, meta, rows, to)",
             "bank + map.meta_begin() + to * meta, meta - 1, rows, to)",
         ),
+    ),
+    _posts(
+        "a network that fails asks nobody",
+        "T9",
+        "network_failures",
+        "test_a_network_that_fails_with_a_rank",
+        Edit(APART, "  if (!settled) judge(failed);\n", "  (void)settled;\n"),
+    ),
+    _posts(
+        "a rank whose network fails blames itself though others' have failed",
+        "T9",
+        "network_failures",
+        "test_networks_that_fail_while_all_answer",
+        Edit(APART, "std::ranges::count(failed, 0) + 1 == std::ssize(failed)", "std::ssize(failed) > 1"),
+    ),
+    _posts(
+        "a rank whose network fails blames a peer that answers",
+        "T9",
+        "network_failures",
+        "test_a_network_that_fails_alone",
+        Edit(APART, "alone ? me_ : -1;", "alone ? (me_ == 0 ? 1 : 0) : -1;"),
     ),
 )

@@ -121,6 +121,7 @@ class NvlinkBackend : public Backend {
   void announce_abort(AbortSignal reason) override { control_->announce_abort(reason); }
   AbortSignal find_abort() override { return control_->find_abort(); }
   AbortSignal abort_of(int writer) override { return control_->abort_of(writer); }
+  Status network_failure() override { return control_->network_failure(); }
 
   void read_loads(float* loads, int64_t* dispatches) override { memory_->read_loads(context_, loads, dispatches); }
   Status replace_map(int32_t layer, const ExpertMap& map, void* stream) override;

@@ -138,6 +138,7 @@ void Control::watch() {
       over = true;
     }
     over = over || dead() >= 0;
+    if (!over && asking_ != nullptr) ask(lock);
     if (over && !apart_) return;  // where ranks share no memory, this thread goes on: survivors hear by it who has left
   }
 }

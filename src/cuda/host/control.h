@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "bootstrap/asking.h"
 #include "bootstrap/shared_memory.h"
 #include "core/make_backend.h"
 #include "cuda/driver/driver.h"
@@ -57,6 +58,11 @@ class Control {
   int dead() const { return dead_.load(std::memory_order_acquire); }
   // Sets what is called when kernels must stop, on the watching thread too. Begins to watch.
   void on_stop(std::function<void()> stop);
+  // Has that thread look at a network too, which names nobody when it fails. `failure`: why, from any thread, until the
+  // watch ends. `timeout`: a step's. Before on_stop(); on all ranks or none.
+  void watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout);
+  // Why this rank's network has failed, if it has: then that is why this rank gave the group up.
+  Status network_failure();
   // Ends the watch. The pages stay: kernels may still look at them.
   void end_watch();
 
@@ -69,7 +75,11 @@ class Control {
   Status add_page(const std::shared_ptr<Mapping>& page);
   // For ranks that share no memory: host/control_apart.cc.
   void tell(AbortSignal reason);
+  bool hear(std::vector<uint64_t>* heard);
   void listen(std::unique_lock<std::mutex>& lock);
+  bool is_settled();
+  void ask(std::unique_lock<std::mutex>& lock);
+  void judge(const std::vector<int64_t>& failed);
   void watch_steps(TimePoint now);
   // What a rank tells of a channel: the last step it has sent, and the digest of that call, as one load brings them.
   struct Notice {
@@ -97,8 +107,14 @@ class Control {
   bool staged_ = false;
   uint64_t tag_ = 0;
   uint32_t first_step_ = 0;
-  std::vector<Watched> watched_;    // by channel
-  std::string noticed_;             // what the peers know of this rank's steps
+  std::vector<Watched> watched_;  // by channel
+  std::string noticed_;           // what the peers know of this rank's steps
+  std::function<Status()> network_;
+  std::unique_ptr<Asking> asking_;  // counts 1 once this rank's network has failed; NULL: nobody asks
+  Status failed_;                   // why it has
+  TimePoint ask_at_{};
+  std::chrono::milliseconds again_{};
+  int suspect_ = -1;                // by the last question
   std::atomic<uint64_t> told_ = 0;  // the abort signal that the peers know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;

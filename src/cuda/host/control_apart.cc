@@ -1,12 +1,18 @@
 // Errors between ranks whose hosts share no memory: what is told travels over their connections, whether rows go over a
-// carrier or over NVLink. A collective that does not end does not say who holds it up. So over the staged transport a
-// rank's thread watches how far its steps are, tells the peers when one takes long, and blames the first rank that has
-// not said that it has sent its own. Kernels that write into their peers' windows see for themselves who is late.
+// carrier, over a network or over NVLink. A collective that does not end does not say who holds it up. So over a
+// carrier a rank's thread watches how far its steps are, tells the peers when one takes long, and blames the first rank
+// that has not said that it has sent its own. Kernels that write into their peers' windows see for themselves who is
+// late.
 //
-// Takes StagedChannel, which kernels write, and the peers' notices; gives abort signals and the report `late`.
+// Nor does a network that fails say whose fault that is: one peer that is gone may end what goes to all
+// (transport/net.cuh). So a rank whose network has failed asks the others, and blames who does not answer, or itself
+// (docs/PROTOCOL_ON_DEVICES.md, T9).
+//
+// Takes StagedChannel, which kernels write, the peers' notices and answers; gives abort signals and the report `late`.
 //
 // What breaks if this changes: S6: who is blamed, and after how long. Notices have no part in a step, so no other
 // invariant depends on them.
+#include <algorithm>
 #include <cstring>
 
 #include "cuda/host/control.h"
@@ -14,11 +20,16 @@
 namespace tw::cuda {
 namespace {
 
-enum Post { kAbortPost, kNoticePost };
+enum Post { kAbortPost, kNoticePost, kAskingPost };  // asking has two
 
 constexpr std::chrono::milliseconds kNotice{50};  // a step under way for so long is told to the peers
 constexpr std::chrono::milliseconds kGrace{60};   // time for the last notices, behind the timeout
 constexpr std::chrono::milliseconds kSettling{100};
+// Time for a death to be told by a connection, and for an abort to come: these say more than a network that fails.
+constexpr std::chrono::milliseconds kMoment{300};
+// Time for other networks to fail as this one has: at most a part of the timeout, behind which steps blame somebody.
+constexpr std::chrono::milliseconds kAgain{1000};
+constexpr int kPartOfTimeout = 4;
 
 uint32_t load(const uint32_t& word) {
   return std::atomic_ref(const_cast<uint32_t&>(word)).load(std::memory_order_acquire);
@@ -41,19 +52,26 @@ void Control::tell(AbortSignal reason) {
   }
 }
 
-// Takes what peers have posted, and tells what this rank's kernels want told; by the watching thread. A rank that gives
-// up may have sent rows before, which come by another way, so its abort signal counts a little later.
-void Control::listen(std::unique_lock<std::mutex>& lock) {
-  std::vector<uint64_t> heard(members_.size());
+// Gives the abort signals that peers have posted; whether one of them is news.
+bool Control::hear(std::vector<uint64_t>* heard) {
+  heard->assign(members_.size(), 0);
   bool any = false;
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     std::string bytes;
     if (rank == me_ || !bootstrap_->posted(members_[rank], tag(kAbortPost), &bytes)) continue;
     if (bytes.size() != sizeof(uint64_t)) continue;
-    uint64_t& signal = heard[static_cast<size_t>(rank)];
+    uint64_t& signal = (*heard)[static_cast<size_t>(rank)];
     std::memcpy(&signal, bytes.data(), sizeof signal);
     any = any || signal != pack(abort_of(rank));
   }
+  return any;
+}
+
+// Takes what peers have posted, and tells what this rank's kernels want told; by the watching thread. A rank that gives
+// up may have sent rows before, which come by another way, so its abort signal counts a little later.
+void Control::listen(std::unique_lock<std::mutex>& lock) {
+  std::vector<uint64_t> heard;
+  const bool any = hear(&heard);
   if (any) ended_.wait_for(lock, kSettling, [this] { return ending_; });
   for (int rank = 0; rank < static_cast<int>(members_.size()) && any; ++rank) {
     if (rank == me_) continue;
@@ -135,6 +153,61 @@ void Control::end_on(int channel, twResult_t result, int peer) {
   report.group = 0;  // it finishes all
   std::atomic_ref(report.serial).store(report.serial + 1, std::memory_order_release);
   announce_abort({static_cast<uint32_t>(result), static_cast<uint32_t>(me_), static_cast<uint32_t>(peer), false});
+}
+
+void Control::watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout) {
+  network_ = std::move(failure);
+  again_ = std::min(kAgain, timeout / kPartOfTimeout);
+  asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost));
+}
+
+Status Control::network_failure() {
+  const std::lock_guard lock(mutex_);
+  return failed_;
+}
+
+// Whether it is known what is wrong, or about to be: there is nothing to ask then.
+bool Control::is_settled() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ending_) return true;
+  }
+  std::vector<uint64_t> heard;
+  if (find_abort().kind != 0 || hear(&heard)) return true;
+  return !std::ranges::all_of(members_, [&](int member) { return bootstrap_->alive(member); });
+}
+
+// Asks the others once the network has failed and nothing else tells why; by the watching thread, of which nothing else
+// is wanted meanwhile.
+void Control::ask(std::unique_lock<std::mutex>& lock) {
+  if (failed_.ok()) {
+    failed_ = network_();
+    if (failed_.ok()) return;
+    asking_->count();  // whoever asks is told
+    ask_at_ = std::chrono::steady_clock::now() + kMoment;
+  }
+  if (std::chrono::steady_clock::now() < ask_at_) return;
+  lock.unlock();
+  const TimePoint until = std::chrono::steady_clock::now() + Asking::kPatience;
+  const std::vector<int64_t> failed = asking_->ask(until, [this] { return is_settled(); });
+  const bool settled = is_settled();
+  lock.lock();
+  if (!settled) judge(failed);
+}
+
+// Blames who does not answer: it has stopped, or nothing reaches it. Where all answer, and no other network has failed,
+// it is this rank that reaches nobody, so it gives itself up before it blames who waits for it. Where others' have
+// failed too nobody can tell, and a step's timeout says who is missing. What is said must be so twice: another network
+// may fail a little later than this one, and an answer may be late.
+void Control::judge(const std::vector<int64_t>& failed) {
+  const auto silent = std::ranges::find(failed, -1);
+  const bool alone = std::ranges::count(failed, 0) + 1 == std::ssize(failed);
+  const int before = suspect_;
+  suspect_ = silent != failed.end() ? static_cast<int>(silent - failed.begin()) : alone ? me_ : -1;
+  ask_at_ = std::chrono::steady_clock::now() + (silent != failed.end() ? std::chrono::milliseconds(0) : again_);
+  if (suspect_ < 0 || suspect_ != before) return;
+  const twResult_t why = suspect_ == me_ ? twPeerAborted : twPeerDied;
+  announce_abort({static_cast<uint32_t>(why), static_cast<uint32_t>(me_), static_cast<uint32_t>(suspect_), false});
 }
 
 }  // namespace tw::cuda

@@ -103,6 +103,10 @@ Status NvlinkBackend::open(const BackendInit& init) {
   TW_RETURN_IF_FAILED(least(init, tag++, {&view_.packet_tokens, &budget_.summed_tail}));
   budget_.packet_tokens = view_.packet_tokens;
   if (init.arena != nullptr) return {};
+  if (init.posts()) {
+    const std::chrono::milliseconds timeout(init.timeout_ms);
+    control_->watch_network([staged = staged_] { return staged->failure(); }, timeout);
+  }
   control_->on_stop([arena = arena_.get(), device = device_] {
     const OnDevice here(device);
     const OutsideCaptures apart;

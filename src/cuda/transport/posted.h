@@ -49,6 +49,7 @@ class PostedTransport final : public StagedTransport {
   bool over_carrier() const override { return false; }
   Status prepare_growth(const BackendInit& init, WindowMap* grown) override;
   void end_growth(bool grown, bool certain) override;
+  Status failure() override { return network_ == nullptr ? Status{} : network_->failure(); }
   void abort() override;
 
  private:

@@ -86,6 +86,9 @@ class StagedTransport {
   virtual void end_growth(bool grown, bool certain) = 0;
   // What the carrier has given for these ranks; -1: there is none.
   virtual int64_t carrier_channel() const { return -1; }
+  // Why nothing more goes to some peer, where moves do not end for that alone; twSuccess: as far as is known, all goes.
+  // From any thread.
+  virtual Status failure() { return {}; }
   // Ends the moves that are under way, soon; may be called from any thread.
   virtual void abort() = 0;
 };

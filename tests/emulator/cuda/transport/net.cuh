@@ -17,6 +17,7 @@ inline const emulator::NetworkState& state_of(const NetView& net) {
 
 inline void post(const NetView& net, int peer, const net::Put& put, const net::Word* word) {
   const emulator::NetworkState& state = state_of(net);
+  if (emulator::is_broken(state.engine->rank())) return;
   while (emulator::is_held(state.engine->rank(), peer) && !state.aborted.load()) tw::emulator::poll();
   for (;;) {
     const net::Posted posted = word == nullptr ? state.engine->put(peer, put) : state.engine->put(peer, put, *word);
