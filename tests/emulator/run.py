@@ -57,6 +57,7 @@ GIN = {
     "posts": "posted or tell_of or a_gather",
     "folds": "layouts and 4-2 or alone_are_posted and 4-2 or who_is_late or slow_mate or one_rank_refuses or dropped",
     "crossing": "puts_to_one_rank or mates_do_not_see or no_crossing or cross_otherwise",
+    "network_failures": "fails_alone and computes",
     "bench_gin": "test_pairs",
     "window_images": "high_throughput-per_host",
     "exchange": "test_ranks or no_tokens or sizes_change or in_flight or slow_rank or scales",
@@ -107,7 +108,7 @@ def main(arguments: list[str]) -> int:
         names, backend = (*(STAGED if quick else names), "staged"), "torch-emulated"
     if "--gin" in arguments:
         arguments = [a for a in arguments if a != "--gin"]
-        own = ("posts", "folds", "crossing", "bench_gin", "window_images")
+        own = ("posts", "folds", "crossing", "network_failures", "bench_gin", "window_images")
         names, backend = (tuple(GIN) if chosen else (*own, *names)), "emulated-gin"
         if quick:
             os.environ["EXAMPLES"] = "2"

@@ -1,5 +1,5 @@
-"""Mutations of folds on the way between hosts of devices (src/cuda/step/fold.cu, src/cuda/transport/posted_folds.cc), and
-of the kernels before and behind them."""
+"""Mutations of folds on the way between hosts of devices (src/cuda/step/fold.cu, src/cuda/transport/posted_folds.cc),
+and of the kernels before and behind them."""
 
 from mutation import Edit, Mutation
 
