@@ -13,12 +13,13 @@ constexpr std::chrono::milliseconds kLookForAnswers{2};
 
 }  // namespace
 
-Asking::Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag)
-    : bootstrap_(bootstrap), members_(std::move(members)), tag_(tag) {
-  thread_ = start_thread([this] { answer_others(); });
+Asking::Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers)
+    : bootstrap_(bootstrap), members_(std::move(members)), tag_(tag), answered_(members_.size()) {
+  if (answers == Answers::kByThread) thread_ = start_thread([this] { answer_until_end(); });
 }
 
 Asking::~Asking() {
+  if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
     ends_ = true;
@@ -40,17 +41,23 @@ void Asking::tell(int member, Post post, const T& value) {
   bootstrap_->post(member, tag_ + post, std::string(reinterpret_cast<const char*>(&value), sizeof value));
 }
 
-void Asking::answer_others() {
-  std::vector<int64_t> answered(members_.size());
+void Asking::answer_until_end() {
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLookForQuestions, [&] { return ends_; })) {
-    for (size_t i = 0; i < members_.size(); ++i) {
-      int64_t question = 0;
-      if (members_[i] == bootstrap_->rank() || !read(members_[i], kQuestion, &question)) continue;
-      if (question == answered[i]) continue;
-      answered[i] = question;
-      tell(members_[i], kAnswer, Answer{question, counted()});
-    }
+  while (!changed_.wait_for(lock, kLookForQuestions, [&] { return ends_; })) answer_others();
+}
+
+void Asking::answer() {
+  const std::lock_guard lock(mutex_);
+  answer_others();
+}
+
+void Asking::answer_others() {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    int64_t question = 0;
+    if (members_[i] == bootstrap_->rank() || !read(members_[i], kQuestion, &question)) continue;
+    if (question == answered_[i]) continue;
+    answered_[i] = question;
+    tell(members_[i], kAnswer, Answer{question, counted()});
   }
 }
 
@@ -61,6 +68,7 @@ std::vector<int64_t> Asking::ask(TimePoint until, const std::function<bool()>& o
   }
   std::vector<int64_t> answers(members_.size(), -1);
   for (;;) {
+    answer();  // others may ask at the same time
     bool all = true;
     for (size_t i = 0; i < members_.size(); ++i) {
       if (members_[i] == bootstrap_->rank()) {

@@ -24,8 +24,10 @@ class Asking {
  public:
   static constexpr std::chrono::milliseconds kPatience{600};  // for an answer to come
 
-  // Answers until it is destroyed. Uses `tag` and the next, for posts. The bootstrap outlives it.
-  Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag);
+  // Answers until it is destroyed: by a thread of its own, or of the caller's, which calls answer() often. Uses `tag`
+  // and the next, for posts. The bootstrap outlives it.
+  enum class Answers { kByThread, kByCaller };
+  Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers = Answers::kByThread);
   ~Asking();
   Asking(const Asking&) = delete;
   Asking& operator=(const Asking&) = delete;
@@ -33,6 +35,9 @@ class Asking {
   // One more of what this rank counts.
   void count() { counted_.fetch_add(1, std::memory_order_release); }
   int64_t counted() const { return counted_.load(std::memory_order_acquire); }
+
+  // Answers what has been asked.
+  void answer();
 
   // Asks all others: what each has counted, [members], -1 for who has not answered until then. Ends early where all
   // have, or `over` says so.
@@ -45,6 +50,7 @@ class Asking {
   };
   enum Post { kQuestion, kAnswer };
 
+  void answer_until_end();
   void answer_others();
   template <class T>
   bool read(int member, Post post, T* value);
@@ -56,6 +62,7 @@ class Asking {
   const uint64_t tag_;
   std::atomic<int64_t> counted_ = 0;
   int64_t asked_ = 0;
+  std::vector<int64_t> answered_;  // the last question of each
   std::mutex mutex_;
   std::condition_variable changed_;
   bool ends_ = false;

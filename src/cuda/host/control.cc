@@ -124,6 +124,7 @@ void Control::watch() {
   bool over = false;
   while (!ended_.wait_for(lock, kLook, [this] { return ending_; })) {
     if (apart_) listen(lock);
+    if (asking_ != nullptr) asking_->answer();
     if (over) continue;
     for (int rank = 0; rank < static_cast<int>(members_.size()) && dead() < 0; ++rank) {
       if (bootstrap_->alive(members_[rank])) continue;

@@ -58,8 +58,8 @@ class Control {
   int dead() const { return dead_.load(std::memory_order_acquire); }
   // Sets what is called when kernels must stop, on the watching thread too. Begins to watch.
   void on_stop(std::function<void()> stop);
-  // Has that thread look at a network too, which names nobody when it fails. `failure`: why, from any thread, until the
-  // watch ends. `timeout`: a step's. Before on_stop(); on all ranks or none.
+  // Has that thread look at a network too, which names nobody when it fails, and answer peers whose network has.
+  // `failure`: why, from any thread, until the watch ends. `timeout`: a step's. Before on_stop(); on all ranks or none.
   void watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout);
   // Why this rank's network has failed, if it has: then that is why this rank gave the group up.
   Status network_failure();

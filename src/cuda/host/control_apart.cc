@@ -158,7 +158,7 @@ void Control::end_on(int channel, twResult_t result, int peer) {
 void Control::watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout) {
   network_ = std::move(failure);
   again_ = std::min(kAgain, timeout / kPartOfTimeout);
-  asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost));
+  asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost), Asking::Answers::kByCaller);
 }
 
 Status Control::network_failure() {
