@@ -1,6 +1,6 @@
 // Asking ranks how they are (docs/PROTOCOL.md, "Blame between hosts"): a rank that must blame somebody asks all others
-// for a number that each counts. On CPUs it is how many steps a rank has sent, on all channels together; on devices
-// whether its network has failed. A thread of each answers, also while its host computes: so who does not answer has
+// for a number that each counts: how many steps a rank has sent, on all channels together, and on devices also whether
+// its network has failed. A thread of each answers, also while its host computes: so who does not answer has
 // stopped, and what a rank has told before is not taken for its answer.
 //
 // Questions and answers are posts of the bootstrap. What breaks if this changes: blame falls on a rank that waits
@@ -32,8 +32,8 @@ class Asking {
   Asking(const Asking&) = delete;
   Asking& operator=(const Asking&) = delete;
 
-  // One more of what this rank counts.
-  void count() { counted_.fetch_add(1, std::memory_order_release); }
+  // So many more of what this rank counts.
+  void count(int64_t by = 1) { counted_.fetch_add(by, std::memory_order_release); }
   int64_t counted() const { return counted_.load(std::memory_order_acquire); }
 
   // Answers what has been asked.

@@ -147,14 +147,14 @@ POSTS = (
         "T9",
         "network_failures",
         "test_a_network_that_fails_with_a_rank",
-        Edit(APART, "  if (!settled) judge(failed);\n", "  (void)settled;\n"),
+        Edit(APART, "  if (!settled) judge(answers);\n", "  (void)settled;\n"),
     ),
     _posts(
         "a rank whose network fails blames itself though others' have failed",
         "T9",
         "network_failures",
         "test_networks_that_fail_while_all_answer",
-        Edit(APART, "std::ranges::count(failed, 0) + 1 == std::ssize(failed)", "std::ssize(failed) > 1"),
+        Edit(APART, "std::ranges::count_if(answers, goes) + 1 == std::ssize(answers)", "std::ssize(answers) > 1"),
     ),
     _posts(
         "a rank whose network fails blames a peer that answers",
@@ -162,5 +162,12 @@ POSTS = (
         "network_failures",
         "test_a_network_that_fails_alone",
         Edit(APART, "alone ? me_ : -1;", "alone ? (me_ == 0 ? 1 : 0) : -1;"),
+    ),
+    _posts(
+        "a timeout at which nobody is asked",
+        "T9",
+        "network_failures",
+        "test_a_rank_that_waits_on_another_lane",
+        Edit(APART, "steps(rank) < steps(me_) && steps(rank) < steps(culprit)", "steps(rank) < 0"),
     ),
 )

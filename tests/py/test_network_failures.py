@@ -1,4 +1,4 @@
-"""A network between hosts of devices that fails, and names nobody: who is blamed, when, and who goes on."""
+"""A network between hosts of devices that fails, and names nobody, or a rank: who is blamed, when, and who goes on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import AT_ONCE, PATIENT, Env, await_flags, caught, raise_flag
 from test_survival import World, exchange, exchange_after, make_group
+from test_usage import hear
 
+import tokenway as tw
 from tokenway import _native
 
 RANKS = 4
@@ -89,6 +92,40 @@ def test_a_network_that_fails_alone(world: Any, tmp_path: Any, failing: int, bus
     others = [rank for rank in range(RANKS) if rank != failing]
     for rank, told in enumerate(ranks.run(go_on)):
         assert told == (("twExcluded", []) if rank == failing else ("twSuccess", others)), (rank, told)
+    ranks.forget()
+
+
+# ---- no network, but a rank -------------------------------------------------------------------------
+
+
+def wait_on_lanes(env: Env, late: int, waits: int, flags: str) -> Any:
+    """The error of a dispatch on lane 1, which one rank never comes to, and another not before that one's of lane 0."""
+    others = [rank for rank in range(env.nranks) if rank != late]
+    with tw.Group(env.comm, experts=RANKS, top_k=1, hidden=8, max_tokens=1, lanes=2, timeout=SHORT) as group:
+        handles = [group.route(env.backend.tensor(np.array([[0]], np.int32))) for _ in range(2)]
+        tokens = env.backend.tensor(np.ones((1, 8), tw.tensors.numpy_dtype("bfloat16")))
+        if env.rank == late:
+            await_flags(flags, *others)
+            hear(env, group)
+        if env.rank in (late, waits):
+            time.sleep(SHORT / 4)  # so that its own time is up behind that of the others
+            said = caught(group.dispatch, handles[0], tokens)
+        else:
+            pending = [group.dispatch(handle, tokens, send_only=True) for handle in handles]
+            said = caught(pending[1].result)
+        raise_flag(flags, env.rank)
+        return said
+
+
+@pytest.mark.parametrize("kind", ["threads"])
+@pytest.mark.parametrize(("late", "waits"), [(3, 0), (2, 1)])
+def test_a_rank_that_waits_on_another_lane(world: Any, tmp_path: Any, late: int, waits: int) -> None:
+    """Its signal is missing too; but it has sent more than the one that it waits for."""
+    ranks = world(RANKS)
+    ranks.forget()
+    for rank, (result, text, record) in enumerate(ranks.run(wait_on_lanes, late, waits, str(tmp_path))):
+        assert result == ("twExcluded" if rank == late else "twTimeout"), (rank, text)
+        assert record.peer == late, (rank, text)
     ranks.forget()
 
 

@@ -184,6 +184,7 @@ bool Control::stopped(Report* report) const {
 }
 
 bool Control::next_failure(Report* report) {
+  if (asking_ != nullptr && page(me_).failure.result == twTimeout) await_verdict();
   return take(page(me_).failure, &failures_seen_, report) || take(page(me_).late, &late_seen_, report);
 }
 bool Control::next_call(Report* report) { return take(page(me_).call, &calls_seen_, report); }

@@ -30,6 +30,9 @@ constexpr std::chrono::milliseconds kMoment{300};
 // Time for other networks to fail as this one has: at most a part of the timeout, behind which steps blame somebody.
 constexpr std::chrono::milliseconds kAgain{1000};
 constexpr int kPartOfTimeout = 4;
+// What ranks answer: steps sent, and whether their network has failed.
+constexpr int64_t kFailed = 1;
+constexpr int64_t kOneStep = 2;
 
 uint32_t load(const uint32_t& word) {
   return std::atomic_ref(const_cast<uint32_t&>(word)).load(std::memory_order_acquire);
@@ -77,7 +80,7 @@ void Control::listen(std::unique_lock<std::mutex>& lock) {
     if (rank == me_) continue;
     std::atomic_ref(page(me_).abort[rank]).store(heard[static_cast<size_t>(rank)], std::memory_order_release);
   }
-  if (const AbortSignal own = abort_of(me_); own.kind != 0) return tell(own);
+  if (const AbortSignal own = abort_of(me_); own.kind != 0) return tell(judge_late(own, lock));
   if (staged_ && find_abort().kind == 0 && dead() < 0) watch_steps(std::chrono::steady_clock::now());
 }
 
@@ -161,6 +164,45 @@ void Control::watch_network(std::function<Status()> failure, std::chrono::millis
   asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost), Asking::Answers::kByCaller);
 }
 
+void Control::count_step() {
+  if (asking_ != nullptr) asking_->count(kOneStep);
+}
+
+// Gives whom to blame where this rank's device has waited too long, and changes what it has reported. It knows whose
+// signal is missing; that one may itself wait, on another channel, for one that has stopped or has not made its calls.
+// So all ranks are asked, as on CPUs: who does not answer has stopped, and else who has sent the fewest steps, fewer
+// than this rank, is late. Steps in graphs are not counted, on any rank. By the watching thread.
+AbortSignal Control::judge_late(AbortSignal own, std::unique_lock<std::mutex>& lock) {
+  if (asking_ == nullptr || own.kind != twTimeout || judged_) return own;
+  lock.unlock();
+  const auto over = [this] {
+    return !std::ranges::all_of(members_, [&](int member) { return bootstrap_->alive(member); });
+  };
+  const std::vector<int64_t> answers = asking_->ask(std::chrono::steady_clock::now() + Asking::kPatience, over);
+  lock.lock();
+  const auto steps = [&](int rank) { return answers[static_cast<size_t>(rank)] / kOneStep; };
+  const auto silent = [&](int rank) { return answers[static_cast<size_t>(rank)] < 0; };
+  auto culprit = static_cast<int>(own.culprit);
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    if (silent(culprit) || rank == me_) continue;
+    if (silent(rank) || (steps(rank) < steps(me_) && steps(rank) < steps(culprit))) culprit = rank;
+  }
+  own.culprit = static_cast<uint32_t>(culprit);
+  page(me_).failure.peer = culprit;
+  std::atomic_ref(page(me_).abort[me_]).store(pack(own), std::memory_order_release);
+  judged_ = true;
+  return own;
+}
+
+// Until it is known whom to blame for a timeout that this rank's device has reported.
+void Control::await_verdict() const {
+  constexpr std::chrono::milliseconds kLooks{1};
+  const TimePoint until = std::chrono::steady_clock::now() + 2 * Asking::kPatience;
+  while (!judged_ && watcher_.joinable() && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(kLooks);
+  }
+}
+
 Status Control::network_failure() {
   const std::lock_guard lock(mutex_);
   return failed_;
@@ -183,28 +225,29 @@ void Control::ask(std::unique_lock<std::mutex>& lock) {
   if (failed_.ok()) {
     failed_ = network_();
     if (failed_.ok()) return;
-    asking_->count();  // whoever asks is told
+    asking_->count(kFailed);  // whoever asks is told
     ask_at_ = std::chrono::steady_clock::now() + kMoment;
   }
   if (std::chrono::steady_clock::now() < ask_at_) return;
   lock.unlock();
   const TimePoint until = std::chrono::steady_clock::now() + Asking::kPatience;
-  const std::vector<int64_t> failed = asking_->ask(until, [this] { return is_settled(); });
+  const std::vector<int64_t> answers = asking_->ask(until, [this] { return is_settled(); });
   const bool settled = is_settled();
   lock.lock();
-  if (!settled) judge(failed);
+  if (!settled) judge(answers);
 }
 
 // Blames who does not answer: it has stopped, or nothing reaches it. Where all answer, and no other network has failed,
 // it is this rank that reaches nobody, so it gives itself up before it blames who waits for it. Where others' have
 // failed too nobody can tell, and a step's timeout says who is missing. What is said must be so twice: another network
 // may fail a little later than this one, and an answer may be late.
-void Control::judge(const std::vector<int64_t>& failed) {
-  const auto silent = std::ranges::find(failed, -1);
-  const bool alone = std::ranges::count(failed, 0) + 1 == std::ssize(failed);
+void Control::judge(const std::vector<int64_t>& answers) {
+  const auto silent = std::ranges::find(answers, -1);
+  const auto goes = [](int64_t answer) { return answer % kOneStep != kFailed; };
+  const bool alone = std::ranges::count_if(answers, goes) + 1 == std::ssize(answers);
   const int before = suspect_;
-  suspect_ = silent != failed.end() ? static_cast<int>(silent - failed.begin()) : alone ? me_ : -1;
-  ask_at_ = std::chrono::steady_clock::now() + (silent != failed.end() ? std::chrono::milliseconds(0) : again_);
+  suspect_ = silent != answers.end() ? static_cast<int>(silent - answers.begin()) : alone ? me_ : -1;
+  ask_at_ = std::chrono::steady_clock::now() + (silent != answers.end() ? std::chrono::milliseconds(0) : again_);
   if (suspect_ < 0 || suspect_ != before) return;
   const twResult_t why = suspect_ == me_ ? twPeerAborted : twPeerDied;
   announce_abort({static_cast<uint32_t>(why), static_cast<uint32_t>(me_), static_cast<uint32_t>(suspect_), false});
