@@ -173,8 +173,8 @@ def test_a_late_rank(workers, key) -> None:
 
 
 # Seconds that groups wait whose ranks come late to a replay. Where NCCL's network is tests/gin's, of sockets, large
-# blocks take their time too.
-PATIENCE = {"nccl": 3.0, "gin": 8.0}
+# blocks take their time too: once 8 seconds were not enough.
+PATIENCE = {"nccl": 3.0, "gin": 25.0}
 
 
 def capture_large(env: Any, timeout: float) -> None:
