@@ -13,8 +13,13 @@ constexpr std::chrono::milliseconds kLookForAnswers{2};
 
 }  // namespace
 
-Asking::Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers)
-    : bootstrap_(bootstrap), members_(std::move(members)), tag_(tag), answered_(members_.size()) {
+Asking::Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers,
+               std::function<int64_t()> counts)
+    : bootstrap_(bootstrap),
+      members_(std::move(members)),
+      tag_(tag),
+      counts_(std::move(counts)),
+      answered_(members_.size()) {
   if (answers == Answers::kByThread) thread_ = start_thread([this] { answer_until_end(); });
 }
 

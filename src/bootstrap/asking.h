@@ -27,14 +27,16 @@ class Asking {
   // Answers until it is destroyed: by a thread of its own, or of the caller's, which calls answer() often. Uses `tag`
   // and the next, for posts. The bootstrap outlives it.
   enum class Answers { kByThread, kByCaller };
-  Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers = Answers::kByThread);
+  // `counts`: gives the number, from any thread; without it, what count() has counted.
+  Asking(Bootstrap* bootstrap, std::vector<int> members, uint64_t tag, Answers answers = Answers::kByThread,
+         std::function<int64_t()> counts = {});
   ~Asking();
   Asking(const Asking&) = delete;
   Asking& operator=(const Asking&) = delete;
 
-  // So many more of what this rank counts.
-  void count(int64_t by = 1) { counted_.fetch_add(by, std::memory_order_release); }
-  int64_t counted() const { return counted_.load(std::memory_order_acquire); }
+  // One more of what this rank counts.
+  void count() { counted_.fetch_add(1, std::memory_order_release); }
+  int64_t counted() const { return counts_ ? counts_() : counted_.load(std::memory_order_acquire); }
 
   // Answers what has been asked.
   void answer();
@@ -60,6 +62,7 @@ class Asking {
   Bootstrap* bootstrap_;
   const std::vector<int> members_;
   const uint64_t tag_;
+  const std::function<int64_t()> counts_;
   std::atomic<int64_t> counted_ = 0;
   int64_t asked_ = 0;
   std::vector<int64_t> answered_;  // the last question of each

@@ -9,10 +9,9 @@
 //              tokens; rows of each payload, as many as the call's bound allows
 //   of folds   head; one list: for each token of the owner the number of its fold here, kNoRow if there is none, as
 //              many as the call's bound allows; folds, where rows are
-//   outgoing   for each channel: bank 0, bank 1; in each a message for each other host. Behind those of all channels,
-//   if
-//              there are folds, likewise the tags: for each rank and each of its tokens the step of which this rank has
-//              a partial, and the slot that the partial is in
+//   outgoing   for each channel: bank 0, bank 1; in each a message for each other host. Behind those of all channels
+//              likewise the tags, if there are folds: for each rank and each of its tokens the step of which this rank
+//              has a partial, and the slot that the partial is in
 //   inboxes    for each channel: bank 0, bank 1; in each a message for each list (Topology::list) that lies here; and
 //              behind those of all channels the words of the trial at creation, a line each
 //

@@ -28,13 +28,19 @@ FOLDS = (
         "tags of any step",
         "T3",
         "test_layouts",
-        Edit(FOLD, "tag.step == step.low() && tag.slot", "tag.slot"),
+        Edit(FOLD, "tag - make_tag(step.number, 0)", "tag % kSlots"),
     ),
     _folds(
         "a fold in the place of a row that was dropped",
         "S9",
         "test_rows_that_were_dropped",
         Edit(FOLD, "found.to.slot < static_cast<int>(unpack(load_word(signal)).n)", "signal != nullptr"),
+    ),
+    _folds(
+        "folds of more tokens than an arena has tags for",
+        "S10",
+        "test_groups_that_share_a_window",
+        Edit(HOST, "bound <= inboxes_.tokens && ", ""),
     ),
     _folds(
         "folds are posted before they are made",

@@ -38,6 +38,7 @@ def random_setup(rng: random.Random, ranks: int, modes: tuple[str, ...] = SLOTS)
         lanes=rng.randint(1, 4),
         id_space=rng.choice(("local", "global")),
         row_alignment=rng.choice((None, 1, 4, 128)),
+        domain=rng.choice((0, 0, 2)),  # of two ranks, as hosts are in tests of several
     )
 
 

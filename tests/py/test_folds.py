@@ -104,6 +104,14 @@ def test_layouts(between, layout, ranks, each) -> None:
     check(fixed(between(ranks, each)), case)
 
 
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_wrap_of_the_step(between, monkeypatch, before) -> None:
+    """Tags are of one step also where its number's lower half is 0, as new memory is."""
+    monkeypatch.setenv("TOKENWAY_FIRST_STEP", str(2**32 - before))
+    rounds = tuple(replace(r, tokens=(9, 0, 4, 9)) for r in rounds_of("rank_major", 4)[:3])
+    check(fixed(between(4, 2)), one(setup_of(4, 2), *rounds))
+
+
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16"])
 def test_types(between, wire) -> None:
     """Folds are rounded to what travels; rows of sizes that no vector likes, and more choices than a warp has threads,
@@ -160,8 +168,10 @@ def test_growth(between, mode) -> None:
 
 
 def test_groups_that_share_a_window(between) -> None:
-    """Only groups whose domains are hosts fold, and these if the window's maker does."""
-    setups = tuple(setup_of(4, 2, domain=domain, lanes=2, mode="low_latency") for domain in (2, 0, 2, 3))
+    """Only groups whose domains are hosts fold, and these if the maker of the window does, and has room for their
+    tokens: the fourth has more of them, in shorter rows, so that they fit into its window."""
+    setups = tuple(setup_of(4, 2, domain=domain, lanes=2, mode="low_latency") for domain in (2, 0, 2, 2, 3))
+    setups = (replace(setups[0], hidden=160), *setups[1:3], replace(setups[3], max_tokens=30), setups[4])
     turns = [(each, replace(turn, tokens=(*turn.tokens, 7))) for each, turn in rounds_of_all(setups, weighting="topk")]
     check_shared(fixed(between(4, 2)), play_shared, setups, turns)
 

@@ -61,8 +61,6 @@ class Control {
   // Has that thread look at a network too, which names nobody when it fails, and answer peers whose network has.
   // `failure`: why, from any thread, until the watch ends. `timeout`: a step's. Before on_stop(); on all ranks or none.
   void watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout);
-  // This rank's host sends a step.
-  void count_step();
   // Why this rank's network has failed, if it has: then that is why this rank gave the group up.
   Status network_failure();
   // Ends the watch. The pages stay: kernels may still look at them.
@@ -83,6 +81,7 @@ class Control {
   void ask(std::unique_lock<std::mutex>& lock);
   void judge(const std::vector<int64_t>& answers);
   AbortSignal judge_late(AbortSignal own, std::unique_lock<std::mutex>& lock);
+  int find_late(const std::vector<int64_t>& answers, int culprit) const;
   void await_verdict() const;
   void watch_steps(TimePoint now);
   // What a rank tells of a channel: the last step it has sent, and the digest of that call, as one load brings them.
@@ -115,12 +114,14 @@ class Control {
   std::string noticed_;           // what the peers know of this rank's steps
   std::function<Status()> network_;
   std::unique_ptr<Asking> asking_;  // NULL: nobody asks
-  Status failed_;                   // why it has
+  std::atomic<bool> network_failed_ = false;
+  Status failed_;  // why it has
   TimePoint ask_at_{};
   std::chrono::milliseconds again_{};
   int suspect_ = -1;                  // by the last question
   std::atomic<bool> judged_ = false;  // who is to blame for this rank's timeout
-  std::atomic<uint64_t> told_ = 0;    // the abort signal that the peers know
+  std::mutex telling_;
+  uint64_t told_ = 0;  // the abort signal that the peers know
   std::vector<std::shared_ptr<Mapping>> pages_;
   std::vector<std::shared_ptr<Registered>> registered_;
   std::vector<ControlPage*> on_device_;

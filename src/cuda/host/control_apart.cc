@@ -14,6 +14,7 @@
 // invariant depends on them.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "cuda/host/control.h"
 
@@ -47,8 +48,9 @@ Control::Notice Control::notice_of(int channel) const {
 }
 
 void Control::tell(AbortSignal reason) {
+  const std::lock_guard lock(telling_);  // peers keep what is posted last
   const uint64_t bits = pack(reason);
-  if (told_.exchange(bits) == bits) return;
+  if (std::exchange(told_, bits) == bits) return;
   const std::string bytes(reinterpret_cast<const char*>(&bits), sizeof bits);
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     if (rank != me_) bootstrap_->post(members_[rank], tag(kAbortPost), bytes);
@@ -161,37 +163,53 @@ void Control::end_on(int channel, twResult_t result, int peer) {
 void Control::watch_network(std::function<Status()> failure, std::chrono::milliseconds timeout) {
   network_ = std::move(failure);
   again_ = std::min(kAgain, timeout / kPartOfTimeout);
-  asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost), Asking::Answers::kByCaller);
-}
-
-void Control::count_step() {
-  if (asking_ != nullptr) asking_->count(kOneStep);
+  const auto counts = [this] {
+    const uint32_t posted = load(page(me_).posted);
+    return kOneStep * posted + (network_failed_ ? kFailed : 0);
+  };
+  asking_ = std::make_unique<Asking>(bootstrap_, members_, tag(kAskingPost), Asking::Answers::kByCaller, counts);
 }
 
 // Gives whom to blame where this rank's device has waited too long, and changes what it has reported. It knows whose
 // signal is missing; that one may itself wait, on another channel, for one that has stopped or has not made its calls.
-// So all ranks are asked, as on CPUs: who does not answer has stopped, and else who has sent the fewest steps, fewer
-// than this rank, is late. Steps in graphs are not counted, on any rank. By the watching thread.
+// So all ranks are asked, as on CPUs: who is gone, or else does not answer, is to blame; else who has posted the fewest
+// steps, fewer than this rank. Devices count them, as hosts run ahead and know of no replays. By the watching thread.
 AbortSignal Control::judge_late(AbortSignal own, std::unique_lock<std::mutex>& lock) {
-  if (asking_ == nullptr || own.kind != twTimeout || judged_) return own;
+  // What this rank tells of others' findings is judged already.
+  if (asking_ == nullptr || own.kind != twTimeout || static_cast<int>(own.reporter) != me_ || judged_) return own;
   lock.unlock();
-  const auto over = [this] {
-    return !std::ranges::all_of(members_, [&](int member) { return bootstrap_->alive(member); });
+  const auto find_gone = [this] {
+    const auto gone = std::ranges::find_if(members_, [&](int member) { return !bootstrap_->alive(member); });
+    return gone == members_.end() ? -1 : static_cast<int>(gone - members_.begin());
   };
-  const std::vector<int64_t> answers = asking_->ask(std::chrono::steady_clock::now() + Asking::kPatience, over);
+  const TimePoint until = std::chrono::steady_clock::now() + Asking::kPatience;
+  const std::vector<int64_t> answers = asking_->ask(until, [&] { return find_gone() >= 0; });
+  const int gone = find_gone();
   lock.lock();
+  const int culprit = gone >= 0 ? gone : find_late(answers, static_cast<int>(own.culprit));
+  AbortSignal judged = own;
+  judged.culprit = static_cast<uint32_t>(culprit);
+  uint64_t known = pack(own);
+  // Unless this rank has told more meanwhile, that it leaves the group for instance.
+  if (std::atomic_ref(page(me_).abort[me_]).compare_exchange_strong(known, pack(judged))) {
+    page(me_).failure.peer = culprit;
+    own = judged;
+  } else {
+    own = unpack_abort(known);
+  }
+  judged_ = true;
+  return own;
+}
+
+// Gives whom the answers of all ranks blame; `culprit`: whom the device blames, which stands where they do not tell.
+int Control::find_late(const std::vector<int64_t>& answers, int culprit) const {
   const auto steps = [&](int rank) { return answers[static_cast<size_t>(rank)] / kOneStep; };
   const auto silent = [&](int rank) { return answers[static_cast<size_t>(rank)] < 0; };
-  auto culprit = static_cast<int>(own.culprit);
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     if (silent(culprit) || rank == me_) continue;
     if (silent(rank) || (steps(rank) < steps(me_) && steps(rank) < steps(culprit))) culprit = rank;
   }
-  own.culprit = static_cast<uint32_t>(culprit);
-  page(me_).failure.peer = culprit;
-  std::atomic_ref(page(me_).abort[me_]).store(pack(own), std::memory_order_release);
-  judged_ = true;
-  return own;
+  return culprit;
 }
 
 // Until it is known whom to blame for a timeout that this rank's device has reported.
@@ -216,6 +234,9 @@ bool Control::is_settled() {
   }
   std::vector<uint64_t> heard;
   if (find_abort().kind != 0 || hear(&heard)) return true;
+  for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
+    if (const AbortSignal said = abort_of(rank); said.left || said.went_on) return true;  // and does not answer
+  }
   return !std::ranges::all_of(members_, [&](int member) { return bootstrap_->alive(member); });
 }
 
@@ -223,9 +244,10 @@ bool Control::is_settled() {
 // is wanted meanwhile.
 void Control::ask(std::unique_lock<std::mutex>& lock) {
   if (failed_.ok()) {
-    failed_ = network_();
-    if (failed_.ok()) return;
-    asking_->count(kFailed);  // whoever asks is told
+    Status found = network_();
+    if (found.ok() || find_abort().kind != 0) return;  // an abort ends networks too
+    failed_ = std::move(found);
+    network_failed_ = true;  // whoever asks is told
     ask_at_ = std::chrono::steady_clock::now() + kMoment;
   }
   if (std::chrono::steady_clock::now() < ask_at_) return;

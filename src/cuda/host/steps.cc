@@ -90,7 +90,6 @@ template <class Run>
 Status NvlinkBackend::send_staged(const MovedStep& step, const Blocks& blocks, bool send_only, Run&& run) {
   const OnDevice on(device_);
   const GroupView view = view_at(step.at, context_.map, true);
-  control_->count_step();
   TW_RETURN_IF_FAILED(staged_->begin(view, step));
   TW_RETURN_IF_FAILED(run(true, false));
   Status started = staged_->start(view, step, blocks, !send_only);

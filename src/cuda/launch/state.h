@@ -73,7 +73,7 @@ struct StagedChannel {
 struct ControlPage {
   uint64_t abort[TW_MAX_RANKS];  // by writer: exchange/signals.h
   uint32_t stop;                 // something is wrong: kernels end their waits
-  uint32_t pad;
+  uint32_t posted;               // steps that this rank's device has posted, on all channels together (T9)
   StagedChannel staged[TW_MAX_LANES];
   Report failure;  // the error that finished the group, by this rank's kernels alone
   Report late;     // the same, by its host, where that watches

@@ -30,20 +30,16 @@ namespace {
 constexpr int kFoldThreads = 512;
 constexpr int kFoldWarps = kFoldThreads / 32;
 
-// What a rank notes of a partial: the step that it is of, and its slot. What it has noted in an earlier step has that
-// one's number, so nobody clears it.
-struct Tag {
-  uint32_t step;
-  uint32_t slot;
-};
-__device__ inline Tag load_tag(const std::byte* at) {
-  const uint64_t both = load_fresh<unsigned long long>(at);
-  return {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)};
-}
+// What a rank notes of a partial: the step that it is of, and its slot, which is less than a signal's count. What it
+// has noted in an earlier step has that one's number, so nobody clears it; none has the number of memory that is zero.
+constexpr uint64_t kSlots = uint64_t{kMaxCount} + 1;
+__device__ inline uint64_t make_tag(uint64_t step, int slot) { return step * kSlots + static_cast<uint64_t>(slot); }
+
 // Where the tag of a rank's token is: bytes from where tags begin.
 __device__ inline uint64_t tag_place(const FoldParams& f, int bank, int rank, int token) {
   return f.tags_bank * static_cast<uint64_t>(bank) +
-         sizeof(Tag) * (static_cast<uint64_t>(rank) * static_cast<uint64_t>(f.tokens) + static_cast<uint64_t>(token));
+         sizeof(uint64_t) *
+             (static_cast<uint64_t>(rank) * static_cast<uint64_t>(f.tokens) + static_cast<uint64_t>(token));
 }
 
 // Threads and warps of the whole grid.
@@ -73,8 +69,7 @@ __global__ void __launch_bounds__(kFoldThreads) tags_kernel(const __grid_constan
     for (int slot = thread_of_all(); slot < rows; slot += all_threads()) {
       const auto token = load_fresh<uint32_t>(f.returned.meta + (first + slot) * f.returned.words);
       if (token >= static_cast<uint32_t>(f.tokens)) continue;
-      store_word(f.tags + tag_place(f, step.bank(), rank, static_cast<int>(token)),
-                 static_cast<uint64_t>(slot) << 32 | step.low());
+      store_word(f.tags + tag_place(f, step.bank(), rank, static_cast<int>(token)), make_tag(step.number, slot));
     }
   }
 }
@@ -90,16 +85,17 @@ __device__ inline int find_partials(const FoldParams& f, const Step& step, int o
 #pragma unroll 1
   for (int base = 0; base < f.local; base += 32) {
     const int rank = first + base + lane();
-    Tag tag{step.low() - 1, 0};
+    uint64_t tag = 0;
     if (base + lane() < f.local) {
-      tag = load_tag(f.near_tags.begins[rank] + f.near_tags.offset + tag_place(f, step.bank(), owner, token));
+      tag = load_fresh<unsigned long long>(f.near_tags.begins[rank] + f.near_tags.offset +
+                                           tag_place(f, step.bank(), owner, token));
     }
-    const bool has = tag.step == step.low() && tag.slot < static_cast<uint32_t>(f.post.once.bound);
+    const uint64_t slot = tag - make_tag(step.number, 0);  // beyond all slots in tags of other steps
+    const bool has = tag != 0 && slot < static_cast<uint64_t>(f.post.once.bound);
     const uint32_t all = __ballot_sync(~0u, has);
     if (has) {
-      places[found + __popc(all & below(lane()))] = f.partials.begins[rank] + f.partials.offset +
-                                                    block_here(region, step.bank(), owner) +
-                                                    region.row * static_cast<uint64_t>(tag.slot);
+      places[found + __popc(all & below(lane()))] =
+          f.partials.begins[rank] + f.partials.offset + block_here(region, step.bank(), owner) + region.row * slot;
     }
     found += __popc(all);
   }

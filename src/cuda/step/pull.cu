@@ -131,15 +131,17 @@ __device__ bool await_message(const GroupView& g, const PostSignals& signals, co
   twResult_t error = source.error == twTimeout || source.error == twPeerAborted ? source.error : twSuccess;
   if (error == twSuccess && (!brings(told.mode) || told.n == 0)) return false;
   int late = rank;
+  uint64_t seen = source.signal;
   if (error == twSuccess) {
     late = keeper;  // the source has told this rank in the same moment, so it is the keeper's network that stands
     const std::byte* const word = signals.near.begins[keeper] + signals.near.offset +
                                   kSignalStride * static_cast<uint64_t>(g.map.shape().ranks * step.bank() + rank);
     error = await_word(g, Patience(g, true), word,
                        [&](uint64_t signal) { return reached(unpack(signal).step, step.low()); });
+    seen = load_word(word);
   }
-  if (error == twTimeout) report_failure(g, step, twTimeout, late, source.signal);
-  if (error == twPeerAborted) report_stopped(g, step, late, source.signal);
+  if (error == twTimeout) report_failure(g, step, twTimeout, late, seen);
+  if (error == twPeerAborted) report_stopped(g, step, late, seen);
   return error == twSuccess;
 }
 

@@ -14,7 +14,7 @@ template <class Among>
 __device__ inline void await_ranks(const GroupView& g, const Step& step, Look look, Among&& among) {
   for (int i = threadIdx.x; i < g.map.shape().ranks; i += blockDim.x) {
     if (!among(i)) continue;
-    const Source source = await_source(g, step, i, look, true);
+    const Source source = await_source(g, step, i, look, false);  // the last block looks far (Patience)
     if (source.error == twTimeout) report_failure(g, step, twTimeout, i, source.signal);
     if (source.error == twPeerAborted) report_stopped(g, step, i, source.signal);
   }

@@ -15,8 +15,9 @@ bool PostedTransport::folds(const Domains& domains, const Blocks& blocks) const 
   constexpr uint64_t kWorth = 2 << 20;  // not measured over a network
   const Region& region = blocks.regions.front();
   if (!inboxes_.uses.folds || !topology_.divides_into(domains.size) || region.row == 0) return false;
-  const uint64_t end = inboxes_.rows_at(region.bytes / region.row) + InboxMap::align(region.bytes);
-  return end <= inboxes_.message && are_worth_it(region.bytes, kWorth);
+  const uint64_t bound = region.bytes / region.row;  // of a group in an arena, perhaps more than its maker's
+  const uint64_t end = inboxes_.rows_at(bound) + InboxMap::align(region.bytes);
+  return bound <= inboxes_.tokens && end <= inboxes_.message && are_worth_it(region.bytes, kWorth);
 }
 
 // post: of the step's blocks.
