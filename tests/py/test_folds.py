@@ -6,7 +6,6 @@ Over `fabric` hosts fold too (docs/PROTOCOL.md, "Between hosts"); on other backe
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from test_exchange import check
 from test_fp8_combine import mode_of
 from test_growth import check as check_growth
 from test_growth import growing, play_growing
-from test_posts import NETWORKS, planned
+from test_posts import NETWORKS, planned, posted
 from test_posts import check as check_posts
 from test_usage import AT_ONCE, LATE, hear
 
@@ -268,12 +267,6 @@ def test_folds_alone_are_posted(between, backend, ranks, each, crossing, hidden,
 def counted(wants: list[list[set[int]]], among: int) -> np.ndarray:
     """[rank, of those]: how many of its tokens want each."""
     return np.array([[sum(each in to for to in rows) for each in range(among)] for rows in wants])
-
-
-def posted(backend: str, ranks: int) -> np.ndarray:
-    found = np.zeros((ranks, ranks, 4), np.uint64)
-    NETWORKS[backend]().tokenway_posts(ranks, found.ctypes.data_as(ctypes.c_void_p))
-    return found.astype(np.int64)
 
 
 # ---- who is to blame -----------------------------------------------------------------------------

@@ -48,10 +48,10 @@ def counted(backend: str) -> None:
         pytest.skip(f"for a network that counts, not the backend {backend}")
 
 
-def posted(backend: str) -> np.ndarray:
+def posted(backend: str, ranks: int = RANKS) -> np.ndarray:
     """[source, peer] of (puts, bytes, words, puts behind the last word), since it was last asked."""
-    found = np.zeros((RANKS, RANKS, 4), np.uint64)
-    NETWORKS[backend]().tokenway_posts(RANKS, found.ctypes.data_as(ctypes.c_void_p))
+    found = np.zeros((ranks, ranks, 4), np.uint64)
+    NETWORKS[backend]().tokenway_posts(ranks, found.ctypes.data_as(ctypes.c_void_p))
     return found.astype(np.int64)
 
 
