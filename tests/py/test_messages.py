@@ -90,17 +90,19 @@ def begin_pull(env: harness.Env, folder: str, timeout: float) -> Any:
     weights = balance.Weights(group, WEIGHTS)
     fill(env, group, weights)
     env.kept.update(group=group, weights=weights, mover=copies.copies_of(weights))
+    others = range(1, env.nranks)
     if env.rank == 0:
+        asked = iter(others)
 
         def stuck(at: int, size: int, send: Any) -> None:
             send(weights.messages.memory._bytes[at : at + size // 2])  # type: ignore[union-attr]
-            raise_flag(folder, "asked")
+            raise_flag(folder, f"asked by {next(asked)} ranks")
             time.sleep(10 * HANGS)
 
         weights.messages.memory.give = stuck  # type: ignore[union-attr]
     else:
         begin(env)
-        await_flags(folder, "asked")
+        await_flags(folder, f"asked by {len(others)} ranks")  # this one among them: it waits for an answer
 
 
 def begin(env: harness.Env) -> tuple[int, int, int, int]:
