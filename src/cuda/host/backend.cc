@@ -349,7 +349,9 @@ Status NvlinkBackend::run_sums(const CombineCall& call, const ChoicesParams& cho
   const BiasRows bias{first, from.stride, from.dtype, fits ? 1 : 0};
   const Domains& domains = context_.domains;
   if (domains.fold()) {
-    const DomainParams params{{choices, bias}, domains, folds(call) ? 1 : 0};
+    const bool folded =
+        staged_ != nullptr && staged_->folds(domains, combined(call.sent.map, call.bound, call.sent.values));
+    const DomainParams params{{choices, bias}, domains, folded ? 1 : 0};
     return launched("sums by domain", launch_domains(params, call.stream));
   }
   if (call.sent.scales == twScalesNone) return launched("sums from a bias", launch_bias({choices, bias}, call.stream));

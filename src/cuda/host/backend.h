@@ -217,11 +217,6 @@ class NvlinkBackend : public Backend {
   }
   Blocks dispatched(const WindowMap& map, int channel, int32_t bound) const;
   static Blocks combined(const WindowMap& map, int32_t bound, bool values);
-  // Whether a combine's partials are folded before they travel.
-  bool folds(const CombineCall& call) const {
-    return staged_ != nullptr &&
-           staged_->folds(context_.domains, combined(call.sent.map, call.bound, call.sent.values));
-  }
   Blocks counted() const;
   Blocks collected(const CollectiveMap& places, bool gathers) const;
   Blocks shared(const CollectiveMap& places) const;

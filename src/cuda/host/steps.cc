@@ -175,7 +175,7 @@ Status NvlinkBackend::make_combine(const CombineCall& call, HandleArrays& handle
         Blocks blocks = combined(call.sent.map, call.bound, call.sent.values);
         const Shape& rows = call.sent.map.shape();
         const HandleView view = view_of(handle, rows);
-        blocks.folds = folds(call);
+        blocks.folds = staged_->folds(context_.domains, blocks);
         blocks.sent = {handle.routing.tokens, rows.fan_out(), view.fan, view.destinations};
         blocks.returned = {view.meta, rows.exact() ? view.source : nullptr, 1 + rows.top_k, call.sent.wire};
         return blocks;

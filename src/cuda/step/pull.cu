@@ -133,12 +133,12 @@ __device__ bool await_message(const GroupView& g, const PostSignals& signals, co
   int late = rank;
   uint64_t seen = source.signal;
   if (error == twSuccess) {
-    late = keeper;  // the source has told this rank in the same moment, so it is the keeper's network that stands
     const std::byte* const word = signals.near.begins[keeper] + signals.near.offset +
                                   kSignalStride * static_cast<uint64_t>(g.map.shape().ranks * step.bank() + rank);
     error = await_word(g, Patience(g, true), word,
                        [&](uint64_t signal) { return reached(unpack(signal).step, step.low()); });
-    seen = load_word(word);
+    // The source has told this rank in the same moment, so it is the keeper's network that stands.
+    if (error != twSuccess) late = keeper, seen = load_word(word);
   }
   if (error == twTimeout) report_failure(g, step, twTimeout, late, seen);
   if (error == twPeerAborted) report_stopped(g, step, late, seen);
