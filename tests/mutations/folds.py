@@ -58,7 +58,7 @@ FOLDS = (
         "all partials of another domain are summed",
         "S9",
         "test_types",
-        Edit(SUMS, "kFolds && by.folded ? firsts_of(by, s.me(), of, fold.domain) : of.there", "of.there"),
+        Edit(SUMS, "kFolds && by.folded != 0 ? firsts_of(by, s.me(), of, fold.domain) : of.there", "of.there"),
     ),
     _folds(
         "an owner waits for its folder first",

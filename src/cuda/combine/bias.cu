@@ -107,11 +107,6 @@ __device__ inline Quad round_to(twDtype_t wire, const Quad& quad) {
   return wire == twFloat32 ? quad : widen_word(wire, narrow_word(wire, quad));
 }
 
-// How sums are by domain.
-struct ByDomain {
-  Domains domains;
-  bool folded;
-};
 // Of the terms listed, bit by bit, those whose rows are to be read where other domains' rows have come as one: of these
 // the first of each domain. `before`: the domain of the last term before them, -1 for none.
 __device__ inline uint32_t firsts_of(const ByDomain& by, int me, const Listed& of, int32_t before) {
@@ -163,7 +158,7 @@ __device__ bool sum_from_bias(const Sum& s, const BiasParams& q, const ByDomain&
 #pragma unroll 1
   for (int base = 0; base < most; base += 32) {
     const Listed of = base == 0 ? first : list_terms(s, c, token, fan, base);
-    uint32_t left = kFolds && by.folded ? firsts_of(by, s.me(), of, fold.domain) : of.there;
+    uint32_t left = kFolds && by.folded != 0 ? firsts_of(by, s.me(), of, fold.domain) : of.there;
 #pragma unroll 1
     while (left != 0) {
       const Two two = expect_terms_of(s, of, tile, &left, &parts);
@@ -236,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) bias_kernel(const __grid_constant
   make_sums<false>(q, {});
 }
 __global__ void __launch_bounds__(kThreads, 1) domains_kernel(const __grid_constant__ DomainParams q) {
-  make_sums<true>(q.sums, {q.domains, q.folded != 0});
+  make_sums<true>(q.sums, q.by);
 }
 
 }  // namespace

@@ -351,7 +351,7 @@ Status NvlinkBackend::run_sums(const CombineCall& call, const ChoicesParams& cho
   if (domains.fold()) {
     const bool folded =
         staged_ != nullptr && staged_->folds(domains, combined(call.sent.map, call.bound, call.sent.values));
-    const DomainParams params{{choices, bias}, domains, folded ? 1 : 0};
+    const DomainParams params{{choices, bias}, {domains, folded ? 1 : 0}};
     return launched("sums by domain", launch_domains(params, call.stream));
   }
   if (call.sent.scales == twScalesNone) return launched("sums from a bias", launch_bias({choices, bias}, call.stream));

@@ -27,11 +27,15 @@ struct BiasParams {
   ChoicesParams call;
   BiasRows bias;
 };
+// How sums are by domain.
+struct ByDomain {
+  Domains domains;
+  int32_t folded;  // 1: partials of another domain than this rank's have come as one, the first's (launch/folds.h)
+};
 // Of combines per rank, with or without a bias: rows NULL.
 struct DomainParams {
   BiasParams sums;
-  Domains domains;
-  int32_t folded;  // 1: partials of another domain than this rank's have come as one, the first's (launch/folds.h)
+  ByDomain by;
 };
 struct Fp8BiasParams {
   Fp8Params call;
