@@ -77,6 +77,7 @@ class Control {
   void tell(AbortSignal reason);
   bool hear(std::vector<uint64_t>* heard);
   void listen(std::unique_lock<std::mutex>& lock);
+  int find_gone() const;
   bool is_settled();
   void ask(std::unique_lock<std::mutex>& lock);
   void judge(const std::vector<int64_t>& answers);

@@ -178,10 +178,6 @@ AbortSignal Control::judge_late(AbortSignal own, std::unique_lock<std::mutex>& l
   // What this rank tells of others' findings is judged already.
   if (asking_ == nullptr || own.kind != twTimeout || static_cast<int>(own.reporter) != me_ || judged_) return own;
   lock.unlock();
-  const auto find_gone = [this] {
-    const auto gone = std::ranges::find_if(members_, [&](int member) { return !bootstrap_->alive(member); });
-    return gone == members_.end() ? -1 : static_cast<int>(gone - members_.begin());
-  };
   const TimePoint until = std::chrono::steady_clock::now() + Asking::kPatience;
   const std::vector<int64_t> answers = asking_->ask(until, [&] { return find_gone() >= 0; });
   const int gone = find_gone();
@@ -226,6 +222,12 @@ Status Control::network_failure() {
   return failed_;
 }
 
+// Gives a rank whose connections have closed, -1 if there is none.
+int Control::find_gone() const {
+  const auto gone = std::ranges::find_if(members_, [&](int member) { return !bootstrap_->alive(member); });
+  return gone == members_.end() ? -1 : static_cast<int>(gone - members_.begin());
+}
+
 // Whether it is known what is wrong, or about to be: there is nothing to ask then.
 bool Control::is_settled() {
   {
@@ -237,7 +239,7 @@ bool Control::is_settled() {
   for (int rank = 0; rank < static_cast<int>(members_.size()); ++rank) {
     if (const AbortSignal said = abort_of(rank); said.left || said.went_on) return true;  // and does not answer
   }
-  return !std::ranges::all_of(members_, [&](int member) { return bootstrap_->alive(member); });
+  return find_gone() >= 0;
 }
 
 // Asks the others once the network has failed and nothing else tells why; by the watching thread, of which nothing else
